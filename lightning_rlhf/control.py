@@ -1,0 +1,200 @@
+"""How callbacks steer the update: verbs with reasons, and typed knobs with one owner each."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Scope = Literal["minibatch", "iteration"]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One verb that was called: what, why, and when on both clocks."""
+
+    verb: str
+    reason: str
+    iteration: int
+    update: int
+
+
+@dataclass
+class Knob:
+    """A number that callbacks may change while training runs.
+
+    One owner sets the value. Anyone else may scale it for the current iteration through a multiplier; the value in
+    force is ``value`` times all multipliers, kept inside the bounds.
+    """
+
+    name: str
+    value: float
+    minimum: float
+    maximum: float
+    integer: bool = False
+    owner: str | None = None
+    multipliers: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def effective(self) -> float:
+        scaled = self.value * math.prod(self.multipliers.values())
+        bounded = min(max(scaled, self.minimum), self.maximum)
+        return float(round(bounded)) if self.integer else bounded
+
+
+class Control:
+    """Verbs and knobs of one run. The update loop obeys; callbacks decide.
+
+    Verbs last until the point where they are obeyed and are cleared at the start of each iteration, all but
+    ``stop_training``. Under several processes call a verb only on values that are equal on every rank (the
+    ``stats`` handed to callbacks are).
+
+    ========================  ==========================================================================
+    verb                      obeyed
+    ========================  ==========================================================================
+    ``skip_step``             before the optimiser step: gradients are dropped, no weight or moment moves
+    ``rollback``              after the callbacks of the event: weights and optimiser state as they were
+                              before this minibatch or this iteration; the latter ends the epochs
+    ``stop_epochs``           no further minibatch of this iteration is trained
+    ``stop_training``         the run ends after this iteration, checkpoint included
+    ========================  ==========================================================================
+    """
+
+    def __init__(self) -> None:
+        self.iteration = 0
+        self.update = 0
+        self.knobs: dict[str, Knob] = {}
+        self.decisions: list[Decision] = []
+        self.counts: Counter[str] = Counter()
+        self._pending: dict[str, str] = {}
+        self._rollback_to: Scope = "iteration"
+        self._stop_training: str | None = None
+
+    # --- verbs -------------------------------------------------------------------------------------------------
+
+    def stop_epochs(self, reason: str) -> None:
+        self._call("stop_epochs", reason)
+
+    def skip_step(self, reason: str) -> None:
+        self._call("skip_step", reason)
+
+    def rollback(self, reason: str, to: Scope = "iteration") -> None:
+        """Undo this minibatch's step, or everything since this iteration began.
+
+        The caller's class must announce the scope in ``rollback_scopes`` (see ``RLHFCallback``), or no copy of the
+        weights exists to return to. The wider of two requested scopes wins.
+        """
+        if to not in ("minibatch", "iteration"):
+            raise ValueError(f"rollback(to={to!r}): allowed are 'minibatch' and 'iteration'")
+        if "rollback" not in self._pending or to == "iteration":
+            self._rollback_to = to
+        self._call("rollback", reason)
+
+    def stop_training(self, reason: str) -> None:
+        self._stop_training = self._stop_training or reason
+        self._call("stop_training", reason)
+
+    def _call(self, verb: str, reason: str) -> None:
+        if not reason:
+            raise ValueError(f"{verb} needs a reason: it is what the user reads afterwards")
+        self._pending.setdefault(verb, reason)
+        self.counts[verb] += 1
+        self.decisions.append(Decision(verb, reason, self.iteration, self.update))
+
+    # --- what the update loop asks -----------------------------------------------------------------------------
+
+    def wants(self, verb: str) -> bool:
+        """Whether ``verb`` was called and not yet obeyed."""
+        return verb in self._pending
+
+    def take(self, verb: str) -> str | None:
+        """The reason of a pending verb, which counts as obeyed from here on; ``None`` if it was not called."""
+        return self._pending.pop(verb, None)
+
+    def take_rollback(self) -> Scope | None:
+        """The scope of a pending rollback, which counts as obeyed from here on."""
+        return self._rollback_to if self._pending.pop("rollback", None) is not None else None
+
+    @property
+    def training_stopped(self) -> str | None:
+        """Why the run is to end, or ``None``."""
+        return self._stop_training
+
+    def begin_iteration(self, iteration: int) -> None:
+        """Forget the verbs, decisions and multipliers of the iteration before."""
+        self.iteration = iteration
+        self._pending.clear()
+        self.decisions.clear()
+        for knob in self.knobs.values():
+            knob.multipliers.clear()
+
+    # --- knobs -------------------------------------------------------------------------------------------------
+
+    def register(
+        self,
+        name: str,
+        value: float,
+        *,
+        minimum: float = 0.0,
+        maximum: float = math.inf,
+        integer: bool = False,
+    ) -> None:
+        """Declare a knob; done by the part that reads it."""
+        if not minimum <= value <= maximum:
+            raise ValueError(f"knob {name}: {value} lies outside [{minimum}, {maximum}]")
+        self.knobs[name] = Knob(name, value, minimum, maximum, integer)
+
+    def value(self, name: str) -> float:
+        """The value in force, multipliers and bounds applied."""
+        return self._knob(name).effective
+
+    def own(self, name: str, owner: str) -> None:
+        """Claim a knob, at set-up. A second owner is refused: two controllers on one knob fight."""
+        knob = self._knob(name)
+        if knob.owner not in (None, owner):
+            raise ValueError(f"knob {name} already belongs to {knob.owner}; {owner} cannot own it too. Switch one off.")
+        knob.owner = owner
+
+    def set(self, name: str, value: float, owner: str) -> float:
+        """Set a knob's value as its owner, within its bounds; returns the value kept."""
+        knob = self._knob(name)
+        if knob.owner != owner:
+            raise ValueError(f"knob {name} belongs to {knob.owner}; {owner} may only scale it")
+        if not math.isfinite(value):
+            raise ValueError(f"knob {name}: {owner} set it to {value}")
+        knob.value = min(max(value, knob.minimum), knob.maximum)
+        return knob.value
+
+    def scale(self, name: str, factor: float, by: str) -> None:
+        """Multiply a knob for the rest of this iteration (logged as ``stability/<name>_multiplier``)."""
+        if not (math.isfinite(factor) and factor >= 0):
+            raise ValueError(f"knob {name}: {by} scaled it by {factor}; a finite factor >= 0 is allowed")
+        self._knob(name).multipliers[by] = factor
+
+    def _knob(self, name: str) -> Knob:
+        try:
+            return self.knobs[name]
+        except KeyError:
+            raise KeyError(f"no knob {name!r}; there are: {', '.join(sorted(self.knobs)) or 'none'}") from None
+
+    # --- checkpoint --------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "iteration": self.iteration,
+            "update": self.update,
+            "knobs": {name: knob.value for name, knob in self.knobs.items()},
+            "counts": dict(self.counts),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore clocks and counts, and the values of **owned** knobs only.
+
+        A knob nobody owns is a plain setting: on resume the configuration decides, so that a changed override acts.
+        """
+        self.iteration, self.update = state["iteration"], state["update"]
+        self.counts = Counter(state["counts"])
+        for name, value in state["knobs"].items():
+            if name in self.knobs and self.knobs[name].owner is not None:
+                self.knobs[name].value = value

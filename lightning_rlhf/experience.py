@@ -1,0 +1,259 @@
+"""The data that travels through one iteration: prompts, rollouts, experience, minibatches.
+
+Notation: ``B`` sequences, ``P`` prompt columns, ``R`` response columns, ``T = P + R``. Prompts are padded on the
+left, responses on the right, so column ``P`` is the first response token of every row. Column ``t`` of every
+``[B, R]`` tensor speaks of response token ``t``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
+from enum import IntEnum
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+
+class Finish(IntEnum):
+    """Why a response ended: by an end token, by one that came too early, or at the length limit."""
+
+    NATURAL = 0
+    EARLY = 1
+    TRUNCATED = 2
+
+
+@dataclass
+class PromptBatch:
+    """Prompts as they leave the data module; the rollout engine pads them.
+
+    Attributes:
+        ids: token ids of each prompt, without padding.
+        texts: the rendered prompt texts (for display and rewards, never tokenised again).
+        keys: stable hash of each prompt, see :func:`prompt_key`.
+        rows: the data row of each prompt, handed to the rewards.
+        passes: how often the data had been gone through when the prompt was drawn (the data epoch).
+    """
+
+    ids: list[list[int]]
+    texts: list[str]
+    keys: list[str]
+    rows: list[dict[str, Any]]
+    passes: list[int]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def repeat(self, samples: int) -> PromptBatch:
+        """Each prompt ``samples`` times, copies side by side."""
+
+        def each(items: list[Any]) -> list[Any]:
+            return [item for item in items for _ in range(samples)]
+
+        return PromptBatch(*(each(getattr(self, f.name)) for f in fields(self)))
+
+
+_Rows = TypeVar("_Rows", bound="Rollout")
+
+
+@dataclass
+class Rollout:
+    """What the rollout engine returns.
+
+    Attributes:
+        prompt_ids: ``[B, P]`` int64, left-padded.
+        prompt_mask: ``[B, P]`` bool, true on prompt tokens.
+        response_ids: ``[B, R]`` int64, right-padded.
+        response_mask: ``[B, R]`` bool, true on every generated token **including the end token**. It comes from
+            the number of generated tokens, never from comparing ids with the padding id (which may equal EOS).
+        rollout_logprobs: ``[B, R]`` float32, log-probability (nats) of each sampled token under the distribution
+            it was sampled from, i.e. after temperature, top-k and top-p. Zero on padding.
+        finish: ``[B]`` int64, values of :class:`Finish`.
+        policy_version: ``[B]`` int64, version of the weights that sampled the row.
+        seed: ``[B]`` int64, the seed the row was sampled with.
+        group: ``[B]`` int64, index of the prompt in the batch; samples of one prompt share it.
+        prompt_key: stable hash of each row's prompt.
+    """
+
+    prompt_ids: Tensor
+    prompt_mask: Tensor
+    response_ids: Tensor
+    response_mask: Tensor
+    rollout_logprobs: Tensor
+    finish: Tensor
+    policy_version: Tensor
+    seed: Tensor
+    group: Tensor
+    prompt_key: list[str]
+
+    def __len__(self) -> int:
+        return self.prompt_ids.shape[0]
+
+    @property
+    def response_lengths(self) -> Tensor:
+        """``[B]`` number of generated tokens per row."""
+        return self.response_mask.sum(-1)
+
+    def lengths(self) -> list[tuple[int, int]]:
+        """Prompt tokens and generated tokens of each row, on the host (one transfer)."""
+        prompts, responses = torch.stack([self.prompt_mask.sum(-1), self.response_lengths]).tolist()
+        return list(zip(prompts, responses, strict=True))
+
+    def sequences(self) -> tuple[Tensor, Tensor]:
+        """``input_ids [B, T]`` and ``attention_mask [B, T]`` (bool): prompt and response side by side."""
+        return (
+            torch.cat([self.prompt_ids, self.response_ids], dim=1),
+            torch.cat([self.prompt_mask, self.response_mask], dim=1),
+        )
+
+    def select(self: _Rows, rows: Tensor) -> _Rows:
+        """The given rows (int64 index) of every per-sequence field; scalars travel unchanged."""
+        index = rows.tolist()
+        changes: dict[str, Any] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, Tensor) and value.ndim > 0:
+                changes[f.name] = value[rows.to(value.device)]
+            elif isinstance(value, list):
+                changes[f.name] = [value[i] for i in index]
+            elif isinstance(value, dict):
+                changes[f.name] = {name: tensor[rows.to(tensor.device)] for name, tensor in value.items()}
+        return replace(self, **changes)
+
+    def cut(self: _Rows, prompt_columns: int, response_columns: int) -> _Rows:
+        """Only the last ``prompt_columns`` of the prompts and the first ``response_columns`` of the responses."""
+        left = self.prompt_mask.shape[1] - prompt_columns
+        changes: dict[str, Any] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, Tensor) and value.ndim == 2:
+                changes[f.name] = value[:, left:] if f.name.startswith("prompt_") else value[:, :response_columns]
+        return replace(self, **changes)
+
+    def trim(self: _Rows) -> _Rows:
+        """Without the columns that are padding in every row. At least one response column is kept."""
+        return self.cut(int(self.prompt_mask.sum(-1).max()), max(1, int(self.response_lengths.max())))
+
+    def to(self: _Rows, device: torch.device | str) -> _Rows:
+        """Every tensor on ``device``."""
+        moved = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{k: v.to(device) for k, v in moved.items() if isinstance(v, Tensor)})
+
+
+@dataclass
+class Experience(Rollout):
+    """A rollout with everything the update needs. Each step of the iteration only adds fields.
+
+    Attributes:
+        prompts: prompt texts, for display.
+        texts: decoded responses, for rewards and display.
+        scores: ``[B]`` float32, the reward as scored, one number per sequence.
+        components: the terms of the reward by name, each ``[B]``.
+        rewards: ``[B]`` float32, the score after clipping and normalisation.
+        old_logprobs: ``[B, R]`` log-probabilities under the policy before the update.
+        ref_logprobs: ``[B, R]`` log-probabilities under the reference model.
+        entropy: ``[B, R]`` entropy (nats) of the policy before the update.
+        values: ``[B, R]`` value of the state in which token ``t`` was chosen.
+        final_values: ``[B]`` value of the state after the last token; the bootstrap of truncated rows.
+        advantages: ``[B, R]``.
+        returns: ``[B, R]``, target of the value function.
+        loss_mask: ``[B, R]`` bool, the response mask after rejection.
+        is_weights: ``[B, R]`` importance weights, detached; absent means 1.
+    """
+
+    prompts: list[str] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    scores: Tensor | None = None
+    components: dict[str, Tensor] = field(default_factory=dict)
+    rewards: Tensor | None = None
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+    values: Tensor | None = None
+    final_values: Tensor | None = None
+    advantages: Tensor | None = None
+    returns: Tensor | None = None
+    loss_mask: Tensor | None = None
+    is_weights: Tensor | None = None
+
+    @classmethod
+    def from_rollout(cls, rollout: Rollout, prompts: list[str], texts: list[str]) -> Experience:
+        """The experience before anything is scored: every generated token counts in the loss."""
+        own = {f.name: getattr(rollout, f.name) for f in fields(Rollout)}
+        return cls(**own, prompts=prompts, texts=texts, loss_mask=rollout.response_mask)
+
+    def require(self, name: str) -> Tensor:
+        """The field ``name``, or a clear error if no earlier step filled it."""
+        value = getattr(self, name)
+        if value is None:
+            raise RuntimeError(f"experience.{name} is read before a step of the iteration filled it")
+        return value
+
+
+@dataclass
+class MiniBatch(Experience):
+    """Rows of one optimiser step, or a micro-batch of them.
+
+    ``tokens`` and ``sequences`` are the loss denominators: valid tokens, and sequences with a valid token, of the
+    **whole minibatch over all ranks**. They travel unchanged into the micro-batches, which is why a gradient does
+    not depend on the cut.
+    """
+
+    tokens: float = 0.0
+    sequences: float = 0.0
+
+    @classmethod
+    def from_experience(cls, experience: Experience, rows: Tensor, tokens: float, sequences: float) -> MiniBatch:
+        """The given rows of the experience, with the denominators of the whole minibatch."""
+        chosen = experience.select(rows)
+        own = {f.name: getattr(chosen, f.name) for f in fields(Experience)}
+        return cls(**own, tokens=tokens, sequences=sequences)
+
+
+def split_by_tokens(
+    rows: _Rows, lengths: list[tuple[int, int]], budget: int, most: int | None = None
+) -> Iterator[tuple[Tensor, _Rows]]:
+    """Cut rows into parts of at most ``budget`` tokens, padding included, and at most ``most`` rows.
+
+    Rows of like length travel together and each part loses its padding columns, so little of the budget is padding.
+    A single row longer than the budget forms a part of its own.
+
+    Args:
+        rows: a rollout, experience or minibatch.
+        lengths: prompt and response tokens of each row, see :meth:`Rollout.lengths`.
+        budget: tokens of one part.
+        most: rows of one part; ``None`` for no limit.
+
+    Yields:
+        The row indices of each part, and the part.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: -sum(lengths[i]))
+    parts: list[tuple[list[int], int, int]] = []
+    for i in order:
+        prompt, response = lengths[i]
+        if parts:
+            members, widest_prompt, widest_response = parts[-1]
+            columns = max(prompt, widest_prompt), max(response, widest_response)
+            if (len(members) + 1) * sum(columns) <= budget and (most is None or len(members) < most):
+                parts[-1] = ([*members, i], *columns)
+                continue
+        parts.append(([i], prompt, max(1, response)))
+    for members, prompt, response in parts:
+        index = torch.tensor(members)
+        yield index, rows.select(index).cut(prompt, response)
+
+
+def prompt_key(text: str) -> str:
+    """Stable 16-digit hash of a prompt, the same on every machine and in every run."""
+    return hashlib.blake2b(text.encode("utf-8"), digest_size=8).hexdigest()
+
+
+def sample_seed(seed: int, key: str, sample: int, data_pass: int) -> int:
+    """Seed (63 bits) of one sample: a hash of run seed, prompt key, sample index and data pass.
+
+    It does not depend on the batch, the rank or the iteration, so a sample can be drawn again alone.
+    """
+    digest = hashlib.blake2b(f"{seed}/{key}/{sample}/{data_pass}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
