@@ -101,7 +101,7 @@ class Rollout:
         prompts, responses = torch.stack([self.prompt_mask.sum(-1), self.response_lengths]).tolist()
         return list(zip(prompts, responses, strict=True))
 
-    def sequences(self) -> tuple[Tensor, Tensor]:
+    def concatenated(self) -> tuple[Tensor, Tensor]:
         """``input_ids [B, T]`` and ``attention_mask [B, T]`` (bool): prompt and response side by side."""
         return (
             torch.cat([self.prompt_ids, self.response_ids], dim=1),

@@ -54,7 +54,7 @@ def test_select_takes_rows_of_tensors_lists_and_terms() -> None:
 def test_cut_keeps_the_right_end_of_prompts_and_the_left_end_of_responses() -> None:
     data = rollout([(1, 2), (3, 4)]).select(torch.tensor([0])).trim()
     assert data.prompt_ids.shape == (1, 1) and data.response_ids.tolist() == [[500, 501]]
-    ids, mask = data.sequences()
+    ids, mask = data.concatenated()
     assert ids.tolist() == [[2, 500, 501]] and mask.all()
 
 
@@ -78,11 +78,11 @@ def test_parts_hold_each_row_once_lose_no_token_and_keep_the_budget(
     seen: list[int] = []
     for index, part in split_by_tokens(data, data.lengths(), budget, most):
         seen += index.tolist()
-        ids, mask = part.sequences()
+        ids, mask = part.concatenated()
         assert len(part) == 1 or ids.numel() <= budget
         assert most is None or len(part) <= most
         assert part.lengths() == [lengths[i] for i in index.tolist()]
-        whole_ids, whole_mask = data.select(index).sequences()
+        whole_ids, whole_mask = data.select(index).concatenated()
         for row in range(len(part)):
             assert torch.equal(ids[row][mask[row]], whole_ids[row][whole_mask[row]])
     assert sorted(seen) == list(range(len(lengths)))

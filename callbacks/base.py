@@ -1,0 +1,60 @@
+"""Base class of the kit's callbacks: Lightning's hooks plus the events of reinforcement learning."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning import Callback, Trainer
+
+from lightning_rlhf.control import Scope
+from lightning_rlhf.events import EpochStats, ExperienceStats, MinibatchStats, UpdateStats
+from lightning_rlhf.experience import Experience, MiniBatch, PromptBatch, Rollout
+
+if TYPE_CHECKING:
+    from lightning_rlhf.module import ActorCriticModule
+
+
+class RLHFCallback(Callback):
+    """A callback that is told about rollouts, PPO epochs and minibatches, and may decide through ``module.control``.
+
+    Override what you need. Every ``stats`` object holds numbers already reduced over all ranks, so a decision taken
+    on them is the same everywhere. A callback sees the module through events and ``module.control`` only.
+
+    Example:
+        >>> class StopWhenSolved(RLHFCallback):
+        ...     def on_experience_ready(self, trainer, module, experience, stats):
+        ...         if stats.score_mean > 0.99:
+        ...             module.control.stop_training("solved: mean score over 0.99")
+    """
+
+    rollback_scopes: frozenset[Scope] = frozenset()
+    """Scopes this callback may roll back to; each costs one copy of the trained weights and optimiser state."""
+
+    def on_rollout_start(self, trainer: Trainer, module: ActorCriticModule, prompts: PromptBatch) -> None:
+        """Prompts were drawn; nothing is generated yet."""
+
+    def on_rollout_end(self, trainer: Trainer, module: ActorCriticModule, rollout: Rollout) -> None:
+        """The engine has answered; nothing is scored yet."""
+
+    def on_experience_ready(
+        self, trainer: Trainer, module: ActorCriticModule, experience: Experience, stats: ExperienceStats
+    ) -> None:
+        """Scores, log-probabilities, values and advantages are there; no update has begun."""
+
+    def on_ppo_epoch_start(self, trainer: Trainer, module: ActorCriticModule, epoch: int) -> None:
+        """One pass over the experience begins."""
+
+    def on_minibatch_start(self, trainer: Trainer, module: ActorCriticModule, minibatch: MiniBatch) -> None:
+        """Before the forward pass of one minibatch."""
+
+    def on_before_step(self, trainer: Trainer, module: ActorCriticModule, stats: MinibatchStats) -> None:
+        """Gradients and their norms are there (not yet clipped), the step is not taken. ``skip_step`` acts here."""
+
+    def on_minibatch_end(self, trainer: Trainer, module: ActorCriticModule, stats: MinibatchStats) -> None:
+        """The step was taken or skipped. ``rollback`` and ``stop_epochs`` act here."""
+
+    def on_ppo_epoch_end(self, trainer: Trainer, module: ActorCriticModule, stats: EpochStats) -> None:
+        """One pass over the experience ended. ``rollback`` and ``stop_epochs`` act here."""
+
+    def on_update_end(self, trainer: Trainer, module: ActorCriticModule, stats: UpdateStats) -> None:
+        """All epochs of this iteration ended; the engine does not have the new weights yet."""

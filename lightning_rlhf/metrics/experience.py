@@ -1,0 +1,61 @@
+"""The metrics of one iteration: of its experience, and of the policy while it is updated."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_rlhf.experience import Experience, Finish, MiniBatch
+from lightning_rlhf.functional.kl import KLEstimator, kl_estimate
+from lightning_rlhf.functional.losses import PolicyLoss
+from lightning_rlhf.metrics.batch import MetricBatch
+
+
+@torch.no_grad()
+def experience_metrics(experience: Experience, metrics: MetricBatch) -> None:
+    """Scores, lengths, entropy, engine against trainer, advantages and values, over valid rows and tokens."""
+    scores, valid, generated = experience.require("scores"), experience.require("loss_mask"), experience.response_mask
+    metrics.mean("reward/mean", scores, std="reward/std")
+    metrics.max("reward/max", scores)
+    metrics.min("reward/min", scores)
+    for name, term in experience.components.items():
+        metrics.mean(f"reward/term/{name}", term)
+    lengths = experience.response_lengths.float()
+    metrics.mean("response/length_mean", lengths)
+    metrics.max("response/length_max", lengths)
+    metrics.min("response/length_min", lengths)
+    metrics.mean("response/truncated_fraction", (experience.finish == Finish.TRUNCATED).float())
+    metrics.mean("response/early_fraction", (experience.finish == Finish.EARLY).float())
+    metrics.mean("prompt/length_mean", experience.prompt_mask.sum(-1).float())
+    metrics.mean("tokens/rejected_fraction", (~valid).float(), generated)
+    metrics.mean("entropy/mean", experience.require("entropy"), generated)
+    gap = (experience.require("old_logprobs") - experience.rollout_logprobs).abs()
+    metrics.mean("rollout/logprob_abs_diff_mean", gap, generated)
+    metrics.max("rollout/logprob_abs_diff_max", gap, generated)
+    advantages = experience.require("advantages")
+    metrics.mean("advantage/mean", advantages, valid, std="advantage/std")
+    metrics.mean("advantage/abs_mean", advantages.abs(), valid)
+    metrics.max("advantage/max", advantages, valid)
+    metrics.min("advantage/min", advantages, valid)
+    metrics.mean("return/mean", experience.require("returns"), valid, std="return/std")
+    if experience.values is not None:
+        metrics.mean("value/mean", experience.values, valid)
+    metrics.sum("batch/sequences", torch.full((), float(len(experience)), device=scores.device))
+    metrics.sum("batch/tokens", generated)
+
+
+@torch.no_grad()
+def policy_metrics(
+    micro: MiniBatch, logprobs: Tensor, policy: PolicyLoss, estimator: KLEstimator, metrics: MetricBatch
+) -> None:
+    """Distance of the current policy from the old and the reference one, ratio and clipping, over valid tokens."""
+    mask = micro.require("loss_mask")
+    metrics.mean("kl/old", kl_estimate(micro.require("old_logprobs"), logprobs, "k3"), mask)
+    if micro.ref_logprobs is not None:
+        metrics.mean("kl/ref_update", kl_estimate(logprobs, micro.ref_logprobs, estimator), mask)
+    metrics.mean("ppo/clip_fraction", policy.clipped.float(), mask)
+    metrics.mean("ppo/clip_fraction_lower", policy.clipped_lower.float(), mask)
+    metrics.mean("perf/padding_fraction", (~micro.concatenated()[1]).float())
+    metrics.mean("ppo/ratio_mean", policy.ratio, mask)
+    metrics.max("ppo/ratio_max", policy.ratio, mask)
+    metrics.min("ppo/ratio_min", policy.ratio, mask)

@@ -1,0 +1,434 @@
+"""The LightningModule of PPO: one ``training_step`` is one iteration, from prompts to updated weights."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from lightning import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor
+
+from lightning_rlhf.control import Control
+from lightning_rlhf.events import ExperienceStats, UpdateStats, emit
+from lightning_rlhf.experience import Experience, Finish, MiniBatch, PromptBatch, Rollout
+from lightning_rlhf.functional.kl import kl_estimate
+from lightning_rlhf.functional.losses import PolicyLoss, aggregate, ppo_policy_loss, value_loss
+from lightning_rlhf.functional.schedules import learning_rate_factor
+from lightning_rlhf.functional.stats import explained_variance
+from lightning_rlhf.metrics.batch import MetricBatch
+from lightning_rlhf.metrics.experience import experience_metrics, policy_metrics
+from lightning_rlhf.metrics.moments import RunningMoments
+from lightning_rlhf.metrics.names import check
+from lightning_rlhf.models import Policy, SharedCritic, fingerprint
+from lightning_rlhf.rewards import CompositeReward
+from lightning_rlhf.rollout import RolloutEngine
+from lightning_rlhf.scoring import compute_advantages, score_experience, score_rewards
+from lightning_rlhf.settings import PPOSettings
+from lightning_rlhf.update import UpdateLoop
+
+
+class PolicyOutput(NamedTuple):
+    """What one forward pass of the actor says about the response tokens; every tensor is ``[B, R]`` float32."""
+
+    logprobs: Tensor
+    entropy: Tensor | None = None
+    """Only where ``module.loss.entropy_coefficient`` is not 0."""
+    values: Tensor | None = None
+    """Only with a critic on the actor's trunk."""
+
+
+class ActorCriticModule(LightningModule):
+    """PPO with an actor, an optional critic and an optional reference model.
+
+    Mixins and users override the extension points, and only those: :meth:`actor_logprobs`,
+    :meth:`prepare_experience`, :meth:`policy_loss`, :meth:`extra_losses` and :meth:`parameter_groups`.
+
+    Args:
+        policy: actor, critic, reference and tokenizer, see :func:`lightning_rlhf.models.build_policy`.
+        engine: generates responses, see :class:`lightning_rlhf.rollout.RolloutEngine`.
+        reward: scores them.
+        iterations: length of the run; the learning-rate schedule ends there.
+        seed: of generation and of the minibatch permutations.
+        update, advantage, reward_processing, loss, kl, actor, critic, optimizer: blocks of settings, each a mapping
+            or the dataclass of the same meaning in :mod:`lightning_rlhf.settings`.
+
+    Raises:
+        SettingError: a setting is unknown or out of range.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        engine: RolloutEngine,
+        reward: CompositeReward,
+        *,
+        iterations: int,
+        seed: int = 0,
+        update: Mapping[str, Any] | None = None,
+        advantage: Mapping[str, Any] | None = None,
+        reward_processing: Mapping[str, Any] | None = None,
+        loss: Mapping[str, Any] | None = None,
+        kl: Mapping[str, Any] | None = None,
+        actor: Mapping[str, Any] | None = None,
+        critic: Mapping[str, Any] | None = None,
+        optimizer: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.settings = PPOSettings.from_blocks(
+            update=update,
+            advantage=advantage,
+            reward_processing=reward_processing,
+            loss=loss,
+            kl=kl,
+            actor=actor,
+            critic=critic,
+            optimizer=optimizer,
+        )
+        self.iterations, self.seed = iterations, seed
+        self.actor, self.critic, self.reference = policy.actor, policy.critic, policy.reference
+        self.tokenizer = policy.tokenizer
+        self.engine, self.reward = engine, reward
+        self.reward_moments = RunningMoments()
+        self.control = Control()
+        self.control.register("kl_coefficient", self.settings.kl.coefficient)
+        self.control.register("max_new_tokens", engine.sampling.max_new_tokens, minimum=1, integer=True)
+        self.control.register("micro_batch_tokens", self.settings.update.micro_batch_tokens, minimum=1, integer=True)
+        self.control.register("lr_scale", 1.0)
+        self.run_config: dict[str, Any] | None = None
+        """The resolved configuration as plain containers; travels in the checkpoint."""
+        self._fingerprint: str | None = None
+        self._progress = {"sequences": 0, "tokens": 0}
+        self._update_loop = UpdateLoop(self)
+        self._times: dict[str, float] = {}
+
+    # --- extension points ----------------------------------------------------------------------------------------
+
+    def actor_logprobs(self, minibatch: MiniBatch) -> PolicyOutput:
+        """Forward pass of the actor during an update; the numerator of the PPO ratio."""
+        ids, mask = minibatch.concatenated()
+        shared = isinstance(self.critic, SharedCritic)
+        output = self.actor(
+            ids,
+            mask,
+            minibatch.response_ids.shape[1],
+            temperature=self.engine.sampling.temperature,
+            entropy="gradient" if self.settings.loss.entropy_coefficient else "none",
+            with_hidden=shared,
+        )
+        values = self.critic(output.hidden)[:, :-1] if shared else None  # type: ignore[misc]
+        return PolicyOutput(output.logprobs, output.entropy, values)
+
+    def prepare_experience(self, experience: Experience) -> MetricBatch | None:
+        """Called once the experience is scored and before advantages: rejection, importance weights, their metrics."""
+        return None
+
+    def policy_loss(self, minibatch: MiniBatch, logprobs: Tensor) -> PolicyLoss:
+        """The clipped PPO objective (Schulman et al. 2017), weighted by ``is_weights`` where there are any."""
+        loss = self.settings.loss
+        return ppo_policy_loss(
+            logprobs,
+            minibatch.require("old_logprobs"),
+            minibatch.require("advantages"),
+            minibatch.require("loss_mask"),
+            clip_low=loss.clip_low,
+            clip_high=loss.clip_high,
+            dual_clip=loss.dual_clip,
+            weights=minibatch.is_weights,
+            ratio_level=loss.ratio_level,
+            **self._aggregation(minibatch),
+        )
+
+    def extra_losses(self, minibatch: MiniBatch) -> dict[str, Tensor]:
+        """Further loss terms by metric name, weighted, and normalised so that micro-batches add up."""
+        return {}
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Named optimiser groups: ``name, params, lr, weight_decay, clip_norm, warmup_iterations``."""
+        parts = {"actor": (self.actor, self.settings.actor), "critic": (self.critic, self.settings.critic)}
+        return [
+            {
+                "name": name,
+                "params": [p for p in part.parameters() if p.requires_grad],
+                "lr": settings.lr,
+                "weight_decay": settings.weight_decay,
+                "clip_norm": settings.clip_norm,
+                "warmup_iterations": settings.warmup_iterations,
+            }
+            for name, (part, settings) in parts.items()
+            if part is not None
+        ]
+
+    # --- one iteration -------------------------------------------------------------------------------------------
+
+    def training_step(self, prompts: PromptBatch, batch_idx: int) -> None:
+        """One iteration: rollout, rewards, scoring, advantages, update, weights to the engine, metrics."""
+        start = time.perf_counter()
+        self._times = {}
+        self.control.begin_iteration(self.control.iteration + 1)
+        emit(self, "on_rollout_start", prompts)
+        with self._timed("rollout"):
+            rollout = self.generate(prompts)
+        emit(self, "on_rollout_end", rollout)
+        with self._timed("reward"):
+            experience = self.score_rewards(prompts, rollout)
+        with self._timed("score"):
+            self.score_experience(experience)
+            metrics = self.prepare_experience(experience) or MetricBatch()
+            self.compute_advantages(experience, metrics)
+        numbers = self._experience_metrics(experience, metrics)
+        emit(self, "on_experience_ready", experience, self._experience_stats(experience, numbers))
+        with self._timed("update"):
+            update = self._update_loop.run(experience)
+        self.engine.update_weights(self.control.update)
+        self._times["iteration"] = time.perf_counter() - start
+        numbers["data/pass"] = max(prompts.passes)
+        self._log_iteration(numbers, update)
+        if self.control.training_stopped:
+            self.trainer.should_stop = True
+
+    def generate(self, prompts: PromptBatch, *, greedy: bool = False) -> Rollout:
+        """Responses of the current policy, on the module's device."""
+        rollout = self.engine.generate(
+            prompts,
+            samples=1 if greedy else self.engine.sampling.samples,
+            max_new_tokens=int(self.control.value("max_new_tokens")),
+            seed=self.seed,
+            greedy=greedy,
+        )
+        return rollout.to(self.device)
+
+    def score_rewards(self, prompts: PromptBatch, rollout: Rollout) -> Experience:
+        """Experience with texts, scores ``[B]`` and the terms they consist of."""
+        return score_rewards(self.reward, self.tokenizer, prompts, rollout)
+
+    def score_experience(self, experience: Experience) -> None:
+        """Old and reference log-probabilities, entropy and values of every response token, without gradient."""
+        score_experience(
+            experience,
+            self.actor,
+            self.critic,
+            self.reference,
+            temperature=self.engine.sampling.temperature,
+            budget=self.settings.update.score_tokens,
+        )
+
+    def compute_advantages(self, experience: Experience, metrics: MetricBatch) -> None:
+        """Processed rewards, advantages and returns."""
+        beta = self.control.value("kl_coefficient")
+        compute_advantages(experience, self.settings, beta, self.reward_moments, metrics)
+
+    def micro_batch_loss(self, micro: MiniBatch, metrics: MetricBatch) -> Tensor:
+        """Loss of one micro-batch; the micro-batches of a minibatch add up to the minibatch's loss."""
+        settings, mask = self.settings, micro.require("loss_mask")
+        output = self.actor_logprobs(micro)
+        policy = self.policy_loss(micro, output.logprobs)
+        total = policy.loss
+        metrics.sum("ppo/policy_loss", policy.loss)
+        if self.critic is not None:
+            values = self._critic_values(micro) if output.values is None else output.values
+            value = value_loss(
+                values,
+                micro.require("values"),
+                micro.require("returns"),
+                mask,
+                clip=settings.loss.value_clip,
+                **self._aggregation(micro),
+            )
+            total = total + settings.loss.value_coefficient * value.loss
+            metrics.sum("ppo/value_loss", value.loss)
+            metrics.mean("value/clip_fraction", value.clipped.float(), mask)
+        if output.entropy is not None:
+            entropy = aggregate(output.entropy, mask, **self._aggregation(micro))
+            total = total - settings.loss.entropy_coefficient * entropy
+        if micro.ref_logprobs is not None and settings.kl.placement == "loss":
+            penalty = kl_estimate(output.logprobs, micro.ref_logprobs, settings.kl.estimator)
+            kl = aggregate(penalty, mask, **self._aggregation(micro))
+            total = total + self.control.value("kl_coefficient") * kl
+            metrics.sum("kl/loss", kl)
+        for name, term in self.extra_losses(micro).items():
+            total = total + term
+            metrics.sum(name, term)
+        policy_metrics(micro, output.logprobs.detach(), policy, settings.kl.estimator, metrics)
+        return total
+
+    # --- evaluation ----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def validation_step(self, prompts: PromptBatch, batch_idx: int) -> None:
+        """Greedy answers to held-out prompts, scored by every term of the reward (``eval/<term>``)."""
+        answers = self.score_rewards(prompts, self.generate(prompts, greedy=True))
+        numbers = {"eval/reward_mean": answers.require("scores")}
+        numbers |= {f"eval/{name}": term for name, term in answers.components.items()}
+        numbers["eval/response_length_mean"] = answers.response_lengths
+        numbers["eval/truncated_fraction"] = answers.finish == Finish.TRUNCATED
+        check(numbers)
+        means = {name: values.float().mean() for name, values in numbers.items()}
+        self.log_dict(means, batch_size=len(prompts), on_epoch=True, on_step=False, sync_dist=True)
+
+    # --- optimiser -----------------------------------------------------------------------------------------------
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """One fused AdamW with a named group per part, so that ``trainer.global_step`` counts PPO updates."""
+        shared = self.settings.optimizer
+        groups = [{**group, "initial_lr": group["lr"]} for group in self.parameter_groups()]
+        return torch.optim.AdamW(groups, betas=shared.betas, eps=shared.eps, fused=True)
+
+    def set_learning_rates(self, progress: float, step: float) -> None:
+        """Set each group's rate for the next optimiser step.
+
+        Args:
+            progress: iterations done, with the planned share of the current one as its fraction. Early breaks and
+                skipped steps jump ahead with the iteration; the schedule's end does not move.
+            step: what one optimiser step adds to ``progress``.
+        """
+        shared = self.settings.optimizer
+        for group in self.optimizers().param_groups:  # type: ignore[union-attr]
+            factor = learning_rate_factor(
+                progress,
+                step=step,
+                total=self.iterations,
+                warmup=group["warmup_iterations"],
+                schedule=shared.schedule,
+                final=shared.final_lr_fraction,
+            )
+            group["lr"] = group["initial_lr"] * self.control.value("lr_scale") * factor
+
+    # --- Lightning hooks -----------------------------------------------------------------------------------------
+
+    def setup(self, stage: str) -> None:
+        """The embedded engine shares the actor's weights from here on; reward models follow to the device."""
+        self.engine.setup(self.actor.lm, self.tokenizer)
+        self.reward.to(self.device)
+
+    def on_train_start(self) -> None:
+        """A restored optimiser brings the settings it was saved with; the configuration of this run decides."""
+        optimizer = self.optimizers()
+        for group, fresh in zip(optimizer.param_groups, self.parameter_groups(), strict=True):  # type: ignore[union-attr]
+            group.update({key: value for key, value in fresh.items() if key not in ("params", "lr")})
+            group["initial_lr"] = fresh["lr"]
+            group["betas"], group["eps"] = self.settings.optimizer.betas, self.settings.optimizer.eps
+        self.engine.update_weights(self.control.update)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Control, counters and configuration; of a frozen reference only the fingerprint, its weights never change."""
+        checkpoint["lightning_rlhf"] = {
+            "control": self.control.state_dict(),
+            "progress": dict(self._progress),
+            "run_config": self.run_config,
+            "reference_fingerprint": self._reference_fingerprint(),
+        }
+        state = checkpoint["state_dict"]
+        for name in [name for name in state if name.startswith("reference.")]:
+            del state[name]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restore what :meth:`on_save_checkpoint` saved; refuse a reference model that is not the same one."""
+        saved = checkpoint["lightning_rlhf"]
+        if saved["reference_fingerprint"] != self._reference_fingerprint():
+            raise RuntimeError(
+                "the checkpoint was trained against another reference model than the one loaded now: the model's "
+                "source has changed since, or model.policy.reference differs. Restore it, or start a new run."
+            )
+        self.control.load_state_dict(saved["control"])
+        self._progress = dict(saved["progress"])
+        if self.reference is not None:
+            checkpoint["state_dict"].update(self.reference.state_dict(prefix="reference."))
+
+    def _reference_fingerprint(self) -> str | None:
+        if self._fingerprint is None and self.reference is not None:
+            self._fingerprint = fingerprint(self.reference)
+        return self._fingerprint
+
+    # --- helpers -------------------------------------------------------------------------------------------------
+
+    def _aggregation(self, minibatch: MiniBatch) -> dict[str, Any]:
+        return {
+            "mode": self.settings.loss.aggregation,
+            "tokens": minibatch.tokens,
+            "sequences": minibatch.sequences,
+            "horizon": self.engine.sampling.max_new_tokens,
+        }
+
+    def _critic_values(self, part: Experience) -> Tensor:
+        ids, mask = part.concatenated()
+        return self.critic(ids, mask, part.response_ids.shape[1])[:, :-1]  # type: ignore[misc]
+
+    def _experience_stats(self, experience: Experience, numbers: Mapping[str, float]) -> ExperienceStats:
+        return ExperienceStats(
+            iteration=self.control.iteration,
+            sequences=int(numbers["batch/sequences"]),
+            tokens=int(numbers["batch/tokens"]),
+            score_mean=numbers["reward/mean"],
+            entropy=numbers["entropy/mean"],
+            kl_ref=numbers.get("kl/ref", 0.0),
+            advantage_abs_mean=numbers["advantage/abs_mean"],
+            response_length_mean=numbers["response/length_mean"],
+            truncated_fraction=numbers["response/truncated_fraction"],
+        )
+
+    def _experience_metrics(self, experience: Experience, metrics: MetricBatch) -> dict[str, float]:
+        experience_metrics(experience, metrics)
+        numbers = metrics.compute()
+        if experience.values is not None:
+            numbers["value/explained_variance"] = float(
+                explained_variance(experience.values, experience.require("returns"), experience.require("loss_mask"))
+            )
+        return numbers
+
+    def _log_iteration(self, numbers: dict[str, float], update: UpdateStats) -> None:
+        control = self.control
+        sequences, tokens = numbers.pop("batch/sequences"), numbers.pop("batch/tokens")
+        self._progress["sequences"] += int(sequences)
+        self._progress["tokens"] += int(tokens)
+        numbers |= self._update_loop.metrics.compute()
+        numbers |= {"ppo/epochs_used": update.epochs_used, "ppo/updates": update.steps}
+        numbers |= {"ppo/steps_skipped": update.steps_skipped, "kl/coefficient": control.value("kl_coefficient")}
+        numbers |= {f"lr/{g['name']}": g["lr"] for g in self.optimizers().param_groups}  # type: ignore[union-attr]
+        numbers |= {f"knob/{name}": control.value(name) for name in control.knobs}
+        numbers |= {
+            f"stability/{name}_multiplier": math.prod(knob.multipliers.values())
+            for name, knob in control.knobs.items()
+            if knob.multipliers
+        }
+        numbers |= {f"stability/{name}": control.counts[verb] for verb, name in STABILITY_COUNTS.items()}
+        numbers |= {"clock/iteration": control.iteration, "clock/update": control.update}
+        numbers |= {f"clock/{name}": count for name, count in self._progress.items()}
+        numbers |= {f"time/{name}": seconds for name, seconds in self._times.items()}
+        dropped = getattr(getattr(self.trainer, "datamodule", None), "dropped", None)
+        if dropped is not None:
+            numbers["data/prompts_dropped"] = sum(dropped.values())
+        numbers["perf/tokens_per_second"] = tokens / self._times["iteration"]
+        if torch.accelerator.is_available():
+            numbers["memory/peak_gib"] = torch.accelerator.max_memory_allocated(self.device) / 2**30
+            torch.accelerator.reset_peak_memory_stats(self.device)
+        check(numbers)
+        self.log_dict(numbers, on_step=True, on_epoch=False, batch_size=1)
+        bar = {"reward": numbers["reward/mean"], "kl": numbers.get("kl/ref", 0.0)}
+        bar["tok/s"] = numbers["perf/tokens_per_second"]
+        self.log_dict(bar, prog_bar=True, logger=False, on_step=True, on_epoch=False, batch_size=1)
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._times[name] = time.perf_counter() - start
+
+
+STABILITY_COUNTS = {
+    "stop_epochs": "epochs_stopped",
+    "skip_step": "steps_skipped",
+    "rollbacks": "rollbacks",
+    "nonfinite_steps": "nonfinite_steps",
+    "empty_minibatches": "empty_minibatches",
+}
+"""Cumulative counts of ``module.control`` and the metric each is logged as."""
+
+
+class PPOModule(ActorCriticModule):
+    """The default composition. Mixins stand before the base class: ``class Mine(MyMixin, PPOModule)``."""

@@ -1,0 +1,163 @@
+"""From a rollout to experience: rewards, log-probabilities, values, advantages. Each step only adds fields."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from lightning_rlhf.experience import Experience, Finish, PromptBatch, Rollout, split_by_tokens
+from lightning_rlhf.functional.advantages import (
+    gae,
+    grpo_advantages,
+    reinforce_plus_plus_advantages,
+    rloo_advantages,
+    token_rewards,
+)
+from lightning_rlhf.functional.kl import kl_estimate
+from lightning_rlhf.functional.stats import whiten
+from lightning_rlhf.metrics.batch import MetricBatch
+from lightning_rlhf.metrics.moments import RunningMoments
+from lightning_rlhf.models import Actor, AdapterReference, FrozenReference, SeparateCritic, SharedCritic
+from lightning_rlhf.rewards import CompositeReward, RewardBatch
+from lightning_rlhf.settings import AdvantageSettings, PPOSettings, RewardSettings
+
+
+def score_rewards(
+    reward: CompositeReward, tokenizer: PreTrainedTokenizerBase, prompts: PromptBatch, rollout: Rollout
+) -> Experience:
+    """Decode the responses and score them; the token ids travel along, so nothing is tokenised again.
+
+    Args:
+        reward: gives one number per sequence, and the terms it consists of.
+        tokenizer: of the policy.
+        prompts: the prompts the rollout answers, each once.
+        rollout: prompt-major, ``len(rollout) / len(prompts)`` samples of each.
+    """
+    asked = prompts.repeat(len(rollout) // len(prompts))
+    lengths = rollout.response_lengths.tolist()
+    ids = [row[:length] for row, length in zip(rollout.response_ids.tolist(), lengths, strict=True)]
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    finish = [Finish(code) for code in rollout.finish.tolist()]
+    output = reward(RewardBatch(asked.texts, texts, response_ids=ids, rows=asked.rows, finish=finish))
+    experience = Experience.from_rollout(rollout, asked.texts, texts)
+    device = rollout.response_ids.device
+    experience.scores = output.total.to(device)
+    experience.components = {name: term.to(device) for name, term in output.components.items()}
+    return experience
+
+
+@torch.no_grad()
+def score_experience(
+    experience: Experience,
+    actor: Actor,
+    critic: SeparateCritic | SharedCritic | None,
+    reference: FrozenReference | AdapterReference | None,
+    *,
+    temperature: float,
+    budget: int,
+) -> None:
+    """Add old and reference log-probabilities, entropy and values, all ``[B, R]`` float32 and 0 on padding.
+
+    Args:
+        experience: the rows to score; filled in place.
+        actor: the policy before the update.
+        critic: its values are those of the state in which each token was chosen; ``final_values [B]`` is the value
+            after the last token of truncated rows and 0 for rows that ended.
+        reference: scored under the same temperature as the actor.
+        temperature: of sampling; both models are scored under it.
+        budget: tokens (padding included) of one forward pass.
+    """
+    mask, device = experience.response_mask, experience.response_ids.device
+    rows_total, columns_total = mask.shape
+    names = ["old_logprobs", "entropy"] + (["ref_logprobs"] if reference is not None else [])
+    scored = {name: torch.zeros(rows_total, columns_total, device=device) for name in names}
+    values = torch.zeros(rows_total, columns_total + 1, device=device)
+    shared = isinstance(critic, SharedCritic)
+    for index, part in split_by_tokens(experience, experience.lengths(), budget):
+        rows, columns = index.to(device), part.response_ids.shape[1]
+        ids, attention = part.concatenated()
+        output = actor(
+            ids, attention, columns, temperature=temperature, entropy="detached", with_hidden=shared
+        )
+        scored["old_logprobs"][rows, :columns] = output.logprobs
+        scored["entropy"][rows, :columns] = output.entropy
+        if reference is not None:
+            scored["ref_logprobs"][rows, :columns] = reference.logprobs(ids, attention, columns, temperature)
+        if critic is not None:
+            values[rows, : columns + 1] = critic(output.hidden) if shared else critic(ids, attention, columns)
+    for name, tensor in scored.items():
+        setattr(experience, name, tensor.masked_fill(~mask, 0.0))
+    if critic is not None:
+        after_last = values.gather(1, experience.response_lengths.unsqueeze(1)).squeeze(1)
+        experience.final_values = after_last.masked_fill(experience.finish != Finish.TRUNCATED, 0.0)
+        experience.values = values[:, :-1].masked_fill(~mask, 0.0)
+
+
+@torch.no_grad()
+def compute_advantages(
+    experience: Experience, settings: PPOSettings, beta: float, moments: RunningMoments, metrics: MetricBatch
+) -> None:
+    """Add processed rewards ``[B]``, advantages and returns ``[B, R]``.
+
+    The recursions run over the response mask **before** rejection, so that a rejected last token does not swallow
+    the outcome; statistics, whitening and group means see the rows and tokens that survived.
+
+    Args:
+        experience: scored; filled in place.
+        settings: of the module.
+        beta: KL coefficient in force; used here only where the penalty belongs to the reward.
+        moments: of all scores so far, for ``normalise: running``; updated.
+        metrics: receives the KL to the reference.
+    """
+    mask, valid = experience.response_mask, experience.require("loss_mask")
+    rows = valid.any(-1)
+    experience.rewards = process_scores(experience.require("scores"), rows, settings.reward_processing, moments)
+    penalty, kl = beta if settings.kl.placement == "reward" else 0.0, None
+    if experience.ref_logprobs is not None:
+        kl = kl_estimate(experience.require("old_logprobs"), experience.ref_logprobs, settings.kl.estimator)
+        per_sequence = kl.masked_fill(~mask, 0.0).sum(-1)
+        metrics.mean("kl/ref", kl, valid)
+        metrics.mean("kl/ref_sequence", per_sequence, rows)
+        metrics.mean("kl/reward_penalty", -penalty * per_sequence, rows)
+        metrics.mean("reward/total_with_kl", experience.require("scores") - beta * per_sequence, rows)
+    rewards = token_rewards(experience.rewards, mask, kl, penalty)
+    advantages, experience.returns = _estimate(experience, rewards, settings.advantage)
+    if settings.advantage.whiten and settings.advantage.estimator in ("gae", "reinforce_plus_plus"):
+        experience.advantages = whiten(advantages, valid)
+    else:
+        experience.advantages = advantages.masked_fill(~valid, 0.0)
+
+
+def _estimate(experience: Experience, rewards: Tensor, settings: AdvantageSettings) -> tuple[Tensor, Tensor]:
+    """Advantages before whitening, and returns."""
+    mask, valid = experience.response_mask, experience.require("loss_mask")
+    if settings.estimator == "gae":
+        return gae(
+            rewards,
+            experience.require("values"),
+            mask,
+            gamma=settings.gamma,
+            lam=settings.gae_lambda,
+            bootstrap=experience.final_values if settings.bootstrap_truncated else None,
+        )
+    if settings.estimator == "reinforce_plus_plus":
+        advantages = reinforce_plus_plus_advantages(rewards, mask, gamma=settings.gamma)
+    elif settings.estimator == "grpo":
+        # Group estimators compare whole answers, so the KL penalty is part of what they compare.
+        advantages = grpo_advantages(rewards.sum(-1), experience.group, valid, normalise_std=settings.normalise_std)
+    else:
+        advantages = rloo_advantages(rewards.sum(-1), experience.group, valid)
+    return advantages, advantages
+
+
+def process_scores(scores: Tensor, rows: Tensor, settings: RewardSettings, moments: RunningMoments) -> Tensor:
+    """Clip and normalise the sequence rewards ``[B]`` over the rows that take part; KL penalties are not touched."""
+    if settings.clip is not None:
+        scores = scores.clamp(-settings.clip, settings.clip)
+    if settings.normalise == "batch":
+        return whiten(scores, rows)
+    if settings.normalise == "running":
+        moments.update(scores, rows)
+        return moments.normalise(scores)
+    return scores

@@ -1,0 +1,251 @@
+"""Settings of the module, one small dataclass per config block; each checks its own values when built."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from difflib import get_close_matches
+from typing import Any, TypeVar, get_args
+
+from lightning_rlhf.functional.kl import KLEstimator
+from lightning_rlhf.functional.losses import Aggregation, RatioLevel
+
+_Settings = TypeVar("_Settings")
+
+
+class SettingError(ValueError):
+    """A setting that cannot be honoured: names the key, the value and what is allowed."""
+
+    def __init__(self, key: str, value: Any, allowed: str) -> None:
+        super().__init__(f"{key} = {value!r} is not allowed: {allowed}")
+        self.key, self.value, self.allowed = key, value, allowed
+
+
+def _positive(block: str, settings: object, *names: str, zero: bool = False) -> None:
+    for name in names:
+        value = getattr(settings, name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise SettingError(f"{block}.{name}", value, "a finite number")
+        if value < 0 or (value == 0 and not zero):
+            raise SettingError(f"{block}.{name}", value, "a number >= 0" if zero else "a number > 0")
+
+
+def _one_of(block: str, settings: object, name: str, allowed: tuple[str, ...]) -> None:
+    value = getattr(settings, name)
+    if value not in allowed:
+        near = get_close_matches(str(value), allowed, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise SettingError(f"{block}.{name}", value, "one of " + ", ".join(allowed) + hint)
+
+
+@dataclass(frozen=True)
+class UpdateSettings:
+    """How one batch of experience is used: epochs x minibatches x micro-batches."""
+
+    epochs: int = 4
+    """Passes over the experience of one iteration (the hard limit; callbacks may end them earlier)."""
+    minibatch_size: int = 64
+    """Sequences per optimiser step."""
+    micro_batch_tokens: int = 8192
+    """Tokens (padding included) of one forward and backward pass; changes memory and speed, never the gradient."""
+    micro_batch_size: int | None = None
+    """Sequences per micro-batch at most, whatever the token budget would allow; null: no such limit."""
+    score_tokens: int = 16384
+    """Tokens (padding included) of one forward pass without gradient (old, reference and value scoring)."""
+
+    def __post_init__(self) -> None:
+        names = ("epochs", "minibatch_size", "micro_batch_tokens", "micro_batch_size", "score_tokens")
+        _positive("module.update", self, *names)
+        for name in names:
+            if not isinstance(getattr(self, name), (int, type(None))):
+                raise SettingError(f"module.update.{name}", getattr(self, name), "a whole number > 0")
+        if self.micro_batch_size is not None and self.micro_batch_size > self.minibatch_size:
+            raise SettingError(
+                "module.update.micro_batch_size",
+                self.micro_batch_size,
+                f"at most module.update.minibatch_size = {self.minibatch_size}; a micro-batch is a part of a minibatch",
+            )
+
+
+ESTIMATORS = ("gae", "grpo", "rloo", "reinforce_plus_plus")
+
+
+@dataclass(frozen=True)
+class AdvantageSettings:
+    """From rewards and values to advantages."""
+
+    estimator: str = "gae"
+    """gae (needs a critic); grpo and rloo (need several samples per prompt); reinforce_plus_plus."""
+    gamma: float = 1.0
+    gae_lambda: float = 0.95
+    whiten: bool = True
+    """Advantages to mean 0 and variance 1 over all valid tokens of all ranks (gae and reinforce_plus_plus)."""
+    normalise_std: bool = True
+    """grpo: divide by the group's standard deviation (off: Dr. GRPO)."""
+    bootstrap_truncated: bool = False
+    """Responses cut at the length limit are valued with the critic's value of the state after the last token."""
+
+    def __post_init__(self) -> None:
+        _one_of("module.advantage", self, "estimator", ESTIMATORS)
+        for name in ("gamma", "gae_lambda"):
+            value = getattr(self, name)
+            if not 0.0 <= value <= 1.0:
+                raise SettingError(f"module.advantage.{name}", value, "a number from 0 to 1")
+
+
+@dataclass(frozen=True)
+class RewardSettings:
+    """What happens to the score of a sequence before advantages are computed."""
+
+    normalise: str = "batch"
+    """Z-score of the sequence reward: none, batch (this iteration, all ranks), running (all iterations so far)."""
+    clip: float | None = None
+    """Scores are clipped to [-clip, clip] before normalisation; null: not at all."""
+
+    def __post_init__(self) -> None:
+        _one_of("module.reward_processing", self, "normalise", ("none", "batch", "running"))
+        _positive("module.reward_processing", self, "clip")
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """The PPO objective."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; clip-higher (DAPO) sets the second one larger."""
+    dual_clip: float | None = None
+    """Lower bound -A * dual_clip of the objective for negative advantages (Ye et al. 2020); null: off."""
+    ratio_level: str = "token"
+    """token (PPO) or sequence (GSPO, Zheng et al. 2025: one length-normalised ratio per sequence)."""
+    aggregation: str = "token-mean"
+    """How token losses become one number; see ``functional.losses.aggregate``."""
+    value_clip: float | None = 0.2
+    """Value predictions are clipped to +- this around the old ones; null: plain squared error."""
+    value_coefficient: float = 1.0
+    entropy_coefficient: float = 0.0
+    """Weight of the entropy bonus; at 0 no gradient of the entropy is computed."""
+
+    def __post_init__(self) -> None:
+        _positive("module.loss", self, "clip_low", "clip_high", "value_clip")
+        _positive("module.loss", self, "value_coefficient", "entropy_coefficient", zero=True)
+        if self.clip_low >= 1:
+            raise SettingError("module.loss.clip_low", self.clip_low, "a number in (0, 1)")
+        if self.dual_clip is not None and not self.dual_clip > 1:
+            raise SettingError("module.loss.dual_clip", self.dual_clip, "a number > 1, or null")
+        _one_of("module.loss", self, "ratio_level", get_args(RatioLevel))
+        _one_of("module.loss", self, "aggregation", get_args(Aggregation))
+
+
+@dataclass(frozen=True)
+class KLSettings:
+    """The leash to the reference model."""
+
+    coefficient: float = 0.05
+    """beta; the start value where a callback steers the knob ``kl_coefficient``."""
+    estimator: str = "k1"
+    """k1, k2, k3 or abs (Schulman, "Approximating KL divergence"), per token, current policy against reference."""
+    placement: str = "reward"
+    """reward: subtracted from each token's reward; loss: added to the loss (k2 or k3)."""
+
+    def __post_init__(self) -> None:
+        _positive("module.kl", self, "coefficient", zero=True)
+        _one_of("module.kl", self, "estimator", get_args(KLEstimator))
+        _one_of("module.kl", self, "placement", ("reward", "loss"))
+        if self.placement == "loss" and self.estimator not in ("k2", "k3"):
+            raise SettingError(
+                "module.kl.estimator", self.estimator, "k2 or k3 where kl.placement is loss (see functional.kl)"
+            )
+
+
+@dataclass(frozen=True)
+class GroupSettings:
+    """Optimiser settings of one parameter group (actor, critic)."""
+
+    lr: float = 1e-6
+    clip_norm: float | None = 1.0
+    """Limit of the gradient norm of this group; null: no clipping."""
+    warmup_iterations: int = 0
+    """Iterations over which the learning rate rises linearly from 0."""
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _positive("module.<group>", self, "lr", "clip_norm")
+        _positive("module.<group>", self, "warmup_iterations", "weight_decay", zero=True)
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """What the groups share: one fused AdamW and one schedule."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    schedule: str = "constant"
+    """After warm-up: constant, linear or cosine decay to ``final_lr_fraction`` at the last planned update."""
+    final_lr_fraction: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "betas", tuple(self.betas))
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise SettingError("module.optimizer.betas", self.betas, "two numbers in [0, 1)")
+        _positive("module.optimizer", self, "eps")
+        _one_of("module.optimizer", self, "schedule", ("constant", "linear", "cosine"))
+        if not 0 <= self.final_lr_fraction <= 1:
+            raise SettingError("module.optimizer.final_lr_fraction", self.final_lr_fraction, "a number from 0 to 1")
+
+
+@dataclass(frozen=True)
+class PPOSettings:
+    """All settings of :class:`~lightning_rlhf.module.ActorCriticModule`, as one object."""
+
+    update: UpdateSettings = field(default_factory=UpdateSettings)
+    advantage: AdvantageSettings = field(default_factory=AdvantageSettings)
+    reward_processing: RewardSettings = field(default_factory=RewardSettings)
+    loss: LossSettings = field(default_factory=LossSettings)
+    kl: KLSettings = field(default_factory=KLSettings)
+    actor: GroupSettings = field(default_factory=GroupSettings)
+    critic: GroupSettings = field(default_factory=lambda: GroupSettings(lr=1e-5))
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+
+    @classmethod
+    def from_blocks(cls, **blocks: Mapping[str, Any] | None) -> PPOSettings:
+        """Settings from config blocks; a block that is ``None`` keeps its defaults.
+
+        Raises:
+            SettingError: an unknown key or a value out of range.
+        """
+        settings = cls()
+        for name, block in blocks.items():
+            if block is not None:
+                default = getattr(settings, name)
+                given = block if isinstance(block, type(default)) else {**asdict(default), **block}
+                settings = replace(settings, **{name: build(type(default), f"module.{name}", given)})
+        return settings
+
+
+def build(kind: type[_Settings], block: str, values: Mapping[str, Any] | _Settings | None) -> _Settings:
+    """A settings object from a config block, refusing unknown keys with the nearest spelling."""
+    if isinstance(values, kind):
+        return values
+    if values is None:
+        values = {}
+    if not isinstance(values, Mapping):
+        raise SettingError(block, values, "a block of settings")
+    known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
+    for name in values:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise SettingError(f"{block}.{name}", values[name], f"{hint}known keys: {', '.join(known)}")
+    missing = [n for n, f in known.items() if f.default is MISSING and f.default_factory is MISSING and n not in values]
+    if missing:
+        raise SettingError(block, dict(values), f"missing: {', '.join(missing)}")
+    try:
+        return kind(**values)
+    except SettingError as error:
+        raise SettingError(error.key.replace("module.<group>", block), error.value, error.allowed) from None
+    except TypeError as error:
+        raise SettingError(block, dict(values), str(error)) from None

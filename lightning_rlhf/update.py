@@ -1,0 +1,289 @@
+"""The update of one iteration: epochs x minibatches x micro-batches, and everything that may interrupt them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_rlhf.control import Scope
+from lightning_rlhf.events import EpochStats, MinibatchStats, UpdateStats, emit
+from lightning_rlhf.experience import Experience, MiniBatch, sample_seed, split_by_tokens
+from lightning_rlhf.functional.stats import all_reduce_sum
+from lightning_rlhf.metrics.batch import MetricBatch
+
+if TYPE_CHECKING:
+    from lightning_rlhf.module import ActorCriticModule
+
+
+class UpdateLoop:
+    """Trains the module on one batch of experience and obeys ``module.control`` while doing so.
+
+    Every decision is taken between backward passes, on numbers reduced over all ranks.
+    """
+
+    def __init__(self, module: ActorCriticModule) -> None:
+        self.module = module
+        self.settings = module.settings.update
+        self.metrics = MetricBatch()
+
+    def run(self, experience: Experience) -> UpdateStats:
+        """All epochs on this experience, as far as control allows. The metrics of the update stay in ``metrics``."""
+        module, control = self.module, self.module.control
+        self.metrics = MetricBatch()
+        scopes = {scope for cb in module.trainer.callbacks for scope in getattr(cb, "rollback_scopes", ())}
+        before = Snapshot(self.optimizer) if "iteration" in scopes else None
+        plan = MinibatchPlan(experience, self.settings.minibatch_size, module.seed, control.iteration)
+        step = 1.0 / (self.settings.epochs * len(plan))
+        epochs: list[EpochStats] = []
+        finished: list[MinibatchStats] = []
+        for epoch in range(self.settings.epochs):
+            emit(module, "on_ppo_epoch_start", epoch)
+            done = self._epoch(experience, plan, epoch, undo_step="minibatch" in scopes, before=before)
+            finished += done
+            if done:
+                epochs.append(_epoch_stats(done))
+                emit(module, "on_ppo_epoch_end", epochs[-1])
+            self._obey_rollback(before, None)
+            if control.take("stop_epochs"):
+                break
+        module.set_learning_rates(control.iteration, step)
+        last = epochs[-1] if epochs else None
+        steps = sum(stats.stepped for stats in finished)
+        stats = UpdateStats(
+            iteration=control.iteration,
+            epochs_used=len(epochs),
+            steps=steps,
+            steps_skipped=len(finished) - steps,
+            kl_old=last.kl_old if last else 0.0,
+            kl_ref=last.kl_ref if last else 0.0,
+            clip_fraction=last.clip_fraction if last else 0.0,
+        )
+        emit(module, "on_update_end", stats)
+        return stats
+
+    @property
+    def optimizer(self) -> Any:
+        """Lightning's wrapper of the one optimiser; stepping it moves the trainer's counters."""
+        return self.module.optimizers()
+
+    def _epoch(
+        self, experience: Experience, plan: MinibatchPlan, epoch: int, *, undo_step: bool, before: Snapshot | None
+    ) -> list[MinibatchStats]:
+        control = self.module.control
+        done: list[MinibatchStats] = []
+        for index, (rows, lengths, tokens, sequences) in enumerate(plan.epoch(epoch)):
+            if tokens == 0:
+                # Everything was rejected: an event to count, not a step. Weight decay and momentum must not act either.
+                control.counts["empty_minibatches"] += 1
+                continue
+            minibatch = MiniBatch.from_experience(experience, rows, tokens, sequences)
+            step_before = Snapshot(self.optimizer) if undo_step else None
+            step = 1.0 / (self.settings.epochs * len(plan))
+            self.module.set_learning_rates(control.iteration - 1 + (epoch * len(plan) + index) * step, step)
+            done.append(self._minibatch(minibatch, lengths, epoch, index))
+            self._obey_rollback(before, step_before)
+            if control.wants("stop_epochs"):
+                break
+        return done
+
+    def _minibatch(
+        self, minibatch: MiniBatch, lengths: list[tuple[int, int]], epoch: int, index: int
+    ) -> MinibatchStats:
+        module, control, optimizer = self.module, self.module.control, self.optimizer
+        emit(module, "on_minibatch_start", minibatch)
+        optimizer.zero_grad(set_to_none=True)
+        batch = MetricBatch()
+        budget = int(control.value("micro_batch_tokens"))
+        for _, micro in split_by_tokens(minibatch, lengths, budget, self.settings.micro_batch_size):
+            module.manual_backward(module.micro_batch_loss(micro, batch))
+        scale = loss_scale(module)
+        norms = gradient_norms(optimizer)
+        for name, norm in norms.items():
+            batch.max(f"grad_norm/{name}", norm / scale)
+        numbers = batch.compute()
+        stats = _minibatch_stats(module, numbers, epoch, index, minibatch.tokens)
+        emit(module, "on_before_step", stats)
+        if not stats.finite:
+            self._refuse_step(stats, scale)
+        elif control.take("skip_step") is None:
+            clip_gradients(optimizer, norms, scale)
+            optimizer.step()
+            control.update += 1
+            stats = replace(stats, stepped=True)
+        optimizer.zero_grad(set_to_none=True)
+        self._record(numbers, stats)
+        emit(module, "on_minibatch_end", stats)
+        return stats
+
+    def _refuse_step(self, stats: MinibatchStats, scale: float) -> None:
+        control = self.module.control
+        control.take("skip_step")
+        control.counts["nonfinite_steps"] += 1
+        scaler = getattr(self.module.trainer.precision_plugin, "scaler", None)
+        if scaler is not None and scale > 1:
+            # A float16 overflow is how the scaler finds its scale; it never sees a step that is not taken.
+            scaler.update(scale * scaler.get_backoff_factor())
+        rank_zero_warn(
+            f"iteration {stats.iteration}, epoch {stats.epoch}, minibatch {stats.minibatch}: step skipped, loss or "
+            f"gradient is not finite (policy loss {stats.policy_loss:g}, value loss {stats.value_loss:g}, "
+            f"gradient norms {stats.grad_norms})"
+        )
+
+    def _obey_rollback(self, iteration: Snapshot | None, minibatch: Snapshot | None) -> None:
+        control = self.module.control
+        scope: Scope | None = control.take_rollback()
+        if scope is None:
+            return
+        snapshot = iteration if scope == "iteration" else minibatch
+        if snapshot is None:
+            raise RuntimeError(
+                f"rollback to the {scope} was requested, but no callback announces {scope!r} in rollback_scopes "
+                "(or the event lies outside a minibatch), so no copy of the weights was kept"
+            )
+        snapshot.restore()
+        control.counts["rollbacks"] += 1
+        if scope == "iteration":
+            control.stop_epochs("rolled back to the start of the iteration")
+
+    def _record(self, numbers: dict[str, float], stats: MinibatchStats) -> None:
+        """Means over the minibatches of the iteration; a maximum stays a maximum."""
+        for name, value in numbers.items():
+            number = torch.tensor(value, dtype=torch.float64)
+            if name == "ppo/ratio_max":
+                self.metrics.max(name, number)
+            elif name == "ppo/ratio_min":
+                self.metrics.min(name, number)
+            else:
+                self.metrics.mean(name, number)
+        for name, clipped in stats.clipped.items():
+            self.metrics.mean(f"grad_clipped/{name}", torch.tensor(float(clipped)))
+
+
+class MinibatchPlan:
+    """Which rows form which minibatch: a new permutation per epoch, each row exactly once per epoch.
+
+    The permutation depends on seed, iteration and epoch alone, so a resumed run draws the same ones. Counts are
+    taken from ``loss_mask`` once, before the first backward pass.
+    """
+
+    def __init__(self, experience: Experience, size: int, seed: int, iteration: int) -> None:
+        counts = experience.require("loss_mask").sum(-1)
+        self._device = counts.device
+        self._valid: list[int] = counts.tolist()
+        self._lengths = experience.lengths()
+        self._size, self._seed, self._iteration = size, seed, iteration
+
+    def __len__(self) -> int:
+        """Minibatches per epoch."""
+        return -(-len(self._valid) // self._size)
+
+    def epoch(self, epoch: int) -> Iterator[tuple[Tensor, list[tuple[int, int]], float, float]]:
+        """Rows and their lengths, valid tokens and sequences with a valid token (over all ranks) of each minibatch."""
+        generator = torch.Generator().manual_seed(sample_seed(self._seed, "minibatches", self._iteration, epoch))
+        chunks = torch.randperm(len(self._valid), generator=generator).split(self._size)
+        members = [rows.tolist() for rows in chunks]
+        counts = [[self._valid[row] for row in rows] for rows in members]
+        local = torch.tensor([[sum(c), sum(n > 0 for n in c)] for c in counts], dtype=torch.float64)
+        totals = all_reduce_sum(local.to(self._device)).tolist()
+        for chunk, rows, (tokens, sequences) in zip(chunks, members, totals, strict=True):
+            yield chunk, [self._lengths[row] for row in rows], tokens, sequences
+
+
+class Snapshot:
+    """A copy of the trained weights and the optimiser's state, to return to."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer: Optimizer = getattr(optimizer, "optimizer", optimizer)
+        self._weights = [p.detach().clone() for group in self._optimizer.param_groups for p in group["params"]]
+        self._state = {
+            p: {k: v.clone() if isinstance(v, Tensor) else v for k, v in entries.items()}
+            for p, entries in self._optimizer.state.items()
+        }
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        for parameter, weight in zip(parameters, self._weights, strict=True):
+            parameter.copy_(weight)
+        self._optimizer.state.clear()
+        for parameter, entries in self._state.items():
+            self._optimizer.state[parameter] = {
+                k: v.clone() if isinstance(v, Tensor) else v for k, v in entries.items()
+            }
+
+
+def gradient_norms(optimizer: Any) -> dict[str, Tensor]:
+    """Global L2 norm of each named parameter group's gradients, as they are (scaled under float16)."""
+    norms: dict[str, Tensor] = {}
+    for group in optimizer.param_groups:
+        gradients = [p.grad for p in group["params"] if p.grad is not None]
+        device = group["params"][0].device
+        norms[group["name"]] = (
+            torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=device)
+        )
+    return norms
+
+
+def clip_gradients(optimizer: Any, norms: dict[str, Tensor], scale: float) -> None:
+    """Scale each group's gradients down to its own ``clip_norm``; null leaves them.
+
+    Under float16 the gradients are still multiplied by the loss scale, so the limit is, too; the precision plugin
+    removes the scale just before the step.
+    """
+    for group in optimizer.param_groups:
+        if group["clip_norm"] is not None:
+            torch.nn.utils.clip_grads_with_norm_(group["params"], group["clip_norm"] * scale, norms[group["name"]])
+
+
+def loss_scale(module: ActorCriticModule) -> float:
+    """The float16 loss scale in force; 1 in every other precision."""
+    scaler = getattr(module.trainer.precision_plugin, "scaler", None)
+    return float(scaler.get_scale()) if scaler is not None else 1.0
+
+
+def _minibatch_stats(
+    module: ActorCriticModule, numbers: dict[str, float], epoch: int, index: int, tokens: float
+) -> MinibatchStats:
+    norms = {k.removeprefix("grad_norm/"): v for k, v in numbers.items() if k.startswith("grad_norm/")}
+    policy_loss, value_loss = numbers["ppo/policy_loss"], numbers.get("ppo/value_loss", 0.0)
+    limits = {group["name"]: group["clip_norm"] for group in module.optimizers().param_groups}  # type: ignore[union-attr]
+    return MinibatchStats(
+        iteration=module.control.iteration,
+        update=module.control.update,
+        epoch=epoch,
+        minibatch=index,
+        tokens=tokens,
+        policy_loss=policy_loss,
+        value_loss=value_loss,
+        kl_old=numbers["kl/old"],
+        kl_ref=numbers.get("kl/ref_update", 0.0),
+        clip_fraction=numbers["ppo/clip_fraction"],
+        ratio_max=numbers["ppo/ratio_max"],
+        grad_norms=norms,
+        clipped={name: limits[name] is not None and norm > limits[name] for name, norm in norms.items()},
+        finite=all(math.isfinite(value) for value in (policy_loss, value_loss, *norms.values())),
+    )
+
+
+def _epoch_stats(minibatches: list[MinibatchStats]) -> EpochStats:
+    weights = [stats.tokens for stats in minibatches]
+
+    def mean(name: str) -> float:
+        return sum(w * getattr(s, name) for w, s in zip(weights, minibatches, strict=True)) / sum(weights)
+
+    return EpochStats(
+        iteration=minibatches[0].iteration,
+        epoch=minibatches[0].epoch,
+        minibatches=len(minibatches),
+        kl_old=mean("kl_old"),
+        kl_ref=mean("kl_ref"),
+        clip_fraction=mean("clip_fraction"),
+        ratio_max=max(stats.ratio_max for stats in minibatches),
+    )

@@ -1,0 +1,152 @@
+"""A real run in small: tiny Llama, Hugging Face engine, arithmetic prompts, Lightning Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning import Callback, Trainer
+
+from lightning_rlhf.callbacks import RLHFCallback
+from lightning_rlhf.data import PromptDataModule
+from lightning_rlhf.data.tasks import ArithmeticTask
+from lightning_rlhf.experience import Experience, Rollout
+from lightning_rlhf.models import Policy, build_policy, build_tiny
+from lightning_rlhf.module import ActorCriticModule, PPOModule
+from lightning_rlhf.rewards import CompositeReward, RewardBatch
+from lightning_rlhf.rollout import HFEngine
+
+VOCABULARY = "0123456789+-*= "
+
+
+def even_digits(batch: RewardBatch) -> list[float]:
+    """Share of even digits in the answer: a reward that an untrained model gets sometimes and can learn fast."""
+    return [sum(c in "02468" for c in text) / max(len(text), 1) for text in batch.responses]
+
+
+def tiny_policy(*, hidden_size: int = 32, layers: int = 2, seed: int = 0, **policy: Any) -> Policy:
+    loaded = build_tiny(VOCABULARY, hidden_size=hidden_size, layers=layers, heads=2, max_positions=64, seed=seed)
+    return build_policy(loaded, **policy)
+
+
+def tiny_module(
+    *,
+    policy: Policy | None = None,
+    iterations: int = 3,
+    seed: int = 1,
+    samples: int = 2,
+    max_new_tokens: int = 6,
+    temperature: float = 1.0,
+    reward: Callable[[RewardBatch], Any] = even_digits,
+    cls: type[ActorCriticModule] = PPOModule,
+    critic: dict[str, Any] | None = None,
+    **blocks: Any,
+) -> ActorCriticModule:
+    """A module whose update has 2 epochs x 2 minibatches; every settings block can be changed."""
+    blocks = {
+        "update": {"epochs": 2, "minibatch_size": 8},
+        "actor": {"lr": 1e-3},
+        "reward_processing": {"normalise": "none"},
+    } | blocks
+    blocks["update"] = {"epochs": 2, "minibatch_size": 8} | dict(blocks["update"])
+    return cls(
+        policy or tiny_policy(),
+        HFEngine(samples=samples, max_new_tokens=max_new_tokens, temperature=temperature),
+        CompositeReward({"score": {"reward": reward}}),
+        iterations=iterations,
+        seed=seed,
+        critic={"lr": 1e-3} if critic is None else critic,
+        **blocks,
+    )
+
+
+def prompts(module: ActorCriticModule, *, per_iteration: int = 8, iterations: int | None = None) -> PromptDataModule:
+    return PromptDataModule(
+        ArithmeticTask(max_value=20),
+        ArithmeticTask(max_value=20, split="validation"),
+        tokenizer=module.tokenizer,
+        prompts_per_iteration=per_iteration,
+        iterations=iterations or module.iterations,
+        seed=3,
+        validation_limit=8,
+        validation_batch_size=8,
+    )
+
+
+def fit(
+    module: ActorCriticModule,
+    callbacks: Sequence[Callback] = (),
+    *,
+    folder: Path | None = None,
+    data: PromptDataModule | None = None,
+    resume: str | Path | None = None,
+    **trainer: Any,
+) -> Trainer:
+    torch.set_num_threads(1)
+    runner = Trainer(
+        **{
+            "accelerator": "cpu",
+            "max_epochs": 1,
+            "use_distributed_sampler": False,
+            "num_sanity_val_steps": 0,
+            "limit_val_batches": 0,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "default_root_dir": folder,
+            "callbacks": list(callbacks),
+        }
+        | trainer
+    )
+    runner.fit(module, datamodule=data or prompts(module), ckpt_path=resume, weights_only=True)
+    return runner
+
+
+class Recorder(RLHFCallback):
+    """Keeps everything it is told."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, Any]] = []
+
+    def of(self, event: str) -> list[Any]:
+        return [payload for name, payload in self.events if name == event]
+
+    def on_rollout_start(self, trainer: Any, module: Any, prompts: Any) -> None:
+        self.events.append(("on_rollout_start", prompts))
+
+    def on_rollout_end(self, trainer: Any, module: Any, rollout: Rollout) -> None:
+        self.events.append(("on_rollout_end", rollout))
+
+    def on_experience_ready(self, trainer: Any, module: Any, experience: Experience, stats: Any) -> None:
+        self.events.append(("on_experience_ready", (experience, stats)))
+
+    def on_ppo_epoch_start(self, trainer: Any, module: Any, epoch: int) -> None:
+        self.events.append(("on_ppo_epoch_start", epoch))
+
+    def on_minibatch_start(self, trainer: Any, module: Any, minibatch: Any) -> None:
+        self.events.append(("on_minibatch_start", minibatch))
+
+    def on_before_step(self, trainer: Any, module: Any, stats: Any) -> None:
+        self.events.append(("on_before_step", stats))
+
+    def on_minibatch_end(self, trainer: Any, module: Any, stats: Any) -> None:
+        self.events.append(("on_minibatch_end", stats))
+
+    def on_ppo_epoch_end(self, trainer: Any, module: Any, stats: Any) -> None:
+        self.events.append(("on_ppo_epoch_end", stats))
+
+    def on_update_end(self, trainer: Any, module: Any, stats: Any) -> None:
+        self.events.append(("on_update_end", stats))
+
+
+def weights(module: ActorCriticModule) -> dict[str, torch.Tensor]:
+    """A copy of every trained tensor."""
+    return {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    """Bitwise equality."""
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
