@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from lightning import Trainer
+from lightning import LightningModule, Trainer
 
 from lightning_rlhf.callbacks.base import RLHFCallback
-from lightning_rlhf.events import ExperienceStats
+from lightning_rlhf.events import ExperienceStats, UpdateStats
 from lightning_rlhf.experience import Experience
 from lightning_rlhf.functional.kl import proportional_kl_update
 from lightning_rlhf.module import ActorCriticModule
@@ -29,17 +29,16 @@ class AdaptiveKL(RLHFCallback):
                 raise ValueError(f"callbacks.adaptive_kl.{name} = {value!r} is not allowed: a number > 0")
         self.target, self.horizon = target, horizon
 
-    def setup(self, trainer: Trainer, module: ActorCriticModule, stage: str) -> None:
-        module.control.own("kl_coefficient", type(self).__name__)
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        pl_module.control.own("kl_coefficient", type(self).__name__)  # type: ignore[union-attr, operator]
 
     def on_experience_ready(
         self, trainer: Trainer, module: ActorCriticModule, experience: Experience, stats: ExperienceStats
     ) -> None:
-        self._kl, self._sequences = stats.kl_ref, stats.sequences
+        self._seen = stats
 
-    def on_train_batch_end(self, trainer: Trainer, module: ActorCriticModule, *args: object) -> None:
+    def on_update_end(self, trainer: Trainer, module: ActorCriticModule, stats: UpdateStats) -> None:
         beta = module.control.knobs["kl_coefficient"].value
-        updated = proportional_kl_update(
-            beta, self._kl, target=self.target, horizon=self.horizon, steps=self._sequences
-        )
+        kl, sequences = self._seen.kl_ref, self._seen.sequences
+        updated = proportional_kl_update(beta, kl, target=self.target, horizon=self.horizon, steps=sequences)
         module.control.set("kl_coefficient", updated, type(self).__name__)

@@ -71,11 +71,19 @@ class GradientMonitor(RLHFCallback):
         limits = {group["name"]: group["clip_norm"] for group in module.parameter_groups()}
         for name, norm in self.norms.items():
             if self.clipped[name] > self.warn_clipped:
-                self._warn(name, "clipped", f"{self.clipped[name]:.0%} of recent {name} steps were clipped: lower "
-                           f"module.{name}.lr, or look for outliers in rewards and value targets")
+                self._warn(
+                    name,
+                    "clipped",
+                    f"{self.clipped[name]:.0%} of recent {name} steps were clipped: lower "
+                    f"module.{name}.lr, or look for outliers in rewards and value targets",
+                )
             elif limits[name] is not None and norm < self.warn_far_below * limits[name]:
-                self._warn(name, "below", f"the {name} gradient norm averages {norm:.2g}, far under its limit "
-                           f"{limits[name]}: module.{name}.lr may be low, or the signal has vanished")
+                self._warn(
+                    name,
+                    "below",
+                    f"the {name} gradient norm averages {norm:.2g}, far under its limit "
+                    f"{limits[name]}: module.{name}.lr may be low, or the signal has vanished",
+                )
 
     def _warn(self, group: str, kind: str, text: str) -> None:
         if (group, kind) not in self._warned:

@@ -99,8 +99,8 @@ def emit(module: LightningModule, event: str, *args: Any) -> None:
     """
     if event not in EVENTS:
         raise ValueError(f"unknown event {event!r}; allowed: {', '.join(EVENTS)}")
-    trainer = module.trainer
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    trainer: Any = module.trainer
+    for callback in trainer.callbacks:
         handler = getattr(callback, event, None)
         if handler is not None:
             with trainer.profiler.profile(f"[Callback]{callback.state_key}.{event}"):

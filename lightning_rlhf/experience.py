@@ -139,7 +139,8 @@ class Rollout:
     def to(self: _Rows, device: torch.device | str) -> _Rows:
         """Every tensor on ``device``."""
         moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{k: v.to(device) for k, v in moved.items() if isinstance(v, Tensor)})
+        changes: dict[str, Any] = {k: v.to(device) for k, v in moved.items() if isinstance(v, Tensor)}
+        return replace(self, **changes)
 
 
 @dataclass

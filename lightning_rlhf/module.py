@@ -247,7 +247,7 @@ class ActorCriticModule(LightningModule):
             entropy = aggregate(output.entropy, mask, **self._aggregation(micro))
             total = total - settings.loss.entropy_coefficient * entropy
         if micro.ref_logprobs is not None and settings.kl.placement == "loss":
-            penalty = kl_estimate(output.logprobs, micro.ref_logprobs, settings.kl.estimator)
+            penalty = kl_estimate(output.logprobs, micro.ref_logprobs, settings.kl.estimator, mask=mask)
             kl = aggregate(penalty, mask, **self._aggregation(micro))
             total = total + self.control.value("kl_coefficient") * kl
             metrics.sum("kl/loss", kl)
@@ -337,11 +337,12 @@ class ActorCriticModule(LightningModule):
             )
         self.control.load_state_dict(saved["control"])
         self._progress = dict(saved["progress"])
-        if self.reference is not None:
+        if isinstance(self.reference, torch.nn.Module):
             checkpoint["state_dict"].update(self.reference.state_dict(prefix="reference."))
 
     def _reference_fingerprint(self) -> str | None:
-        if self._fingerprint is None and self.reference is not None:
+        """Of a frozen copy; a reference that is the actor without its adapter is saved with the actor."""
+        if self._fingerprint is None and isinstance(self.reference, torch.nn.Module):
             self._fingerprint = fingerprint(self.reference)
         return self._fingerprint
 

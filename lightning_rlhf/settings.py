@@ -10,6 +10,7 @@ from typing import Any, TypeVar, get_args
 
 from lightning_rlhf.functional.kl import KLEstimator
 from lightning_rlhf.functional.losses import Aggregation, RatioLevel
+from lightning_rlhf.functional.schedules import Schedule
 
 _Settings = TypeVar("_Settings")
 
@@ -119,9 +120,9 @@ class LossSettings:
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]; clip-higher (DAPO) sets the second one larger."""
     dual_clip: float | None = None
     """Lower bound -A * dual_clip of the objective for negative advantages (Ye et al. 2020); null: off."""
-    ratio_level: str = "token"
+    ratio_level: RatioLevel = "token"
     """token (PPO) or sequence (GSPO, Zheng et al. 2025: one length-normalised ratio per sequence)."""
-    aggregation: str = "token-mean"
+    aggregation: Aggregation = "token-mean"
     """How token losses become one number; see ``functional.losses.aggregate``."""
     value_clip: float | None = 0.2
     """Value predictions are clipped to +- this around the old ones; null: plain squared error."""
@@ -146,7 +147,7 @@ class KLSettings:
 
     coefficient: float = 0.05
     """beta; the start value where a callback steers the knob ``kl_coefficient``."""
-    estimator: str = "k1"
+    estimator: KLEstimator = "k1"
     """k1, k2, k3 or abs (Schulman, "Approximating KL divergence"), per token, current policy against reference."""
     placement: str = "reward"
     """reward: subtracted from each token's reward; loss: added to the loss (k2 or k3)."""
@@ -183,7 +184,7 @@ class OptimizerSettings:
 
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
-    schedule: str = "constant"
+    schedule: Schedule = "constant"
     """After warm-up: constant, linear or cosine decay to ``final_lr_fraction`` at the last planned update."""
     final_lr_fraction: float = 0.0
 
@@ -192,7 +193,7 @@ class OptimizerSettings:
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise SettingError("module.optimizer.betas", self.betas, "two numbers in [0, 1)")
         _positive("module.optimizer", self, "eps")
-        _one_of("module.optimizer", self, "schedule", ("constant", "linear", "cosine"))
+        _one_of("module.optimizer", self, "schedule", get_args(Schedule))
         if not 0 <= self.final_lr_fraction <= 1:
             raise SettingError("module.optimizer.final_lr_fraction", self.final_lr_fraction, "a number from 0 to 1")
 

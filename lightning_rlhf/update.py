@@ -37,7 +37,8 @@ class UpdateLoop:
         """All epochs on this experience, as far as control allows. The metrics of the update stay in ``metrics``."""
         module, control = self.module, self.module.control
         self.metrics = MetricBatch()
-        scopes = {scope for cb in module.trainer.callbacks for scope in getattr(cb, "rollback_scopes", ())}
+        trainer: Any = module.trainer
+        scopes = {scope for callback in trainer.callbacks for scope in getattr(callback, "rollback_scopes", ())}
         before = Snapshot(self.optimizer) if "iteration" in scopes else None
         plan = MinibatchPlan(experience, self.settings.minibatch_size, module.seed, control.iteration)
         step = 1.0 / (self.settings.epochs * len(plan))
@@ -225,9 +226,7 @@ def gradient_norms(optimizer: Any) -> dict[str, Tensor]:
     for group in optimizer.param_groups:
         gradients = [p.grad for p in group["params"] if p.grad is not None]
         device = group["params"][0].device
-        norms[group["name"]] = (
-            torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=device)
-        )
+        norms[group["name"]] = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=device)
     return norms
 
 

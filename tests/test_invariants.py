@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -121,10 +122,8 @@ def test_gradients_do_not_depend_on_padding(scored: tuple[PPOModule, Experience]
                  "returns", "rollout_logprobs", "entropy"):  # fmt: skip
         value = getattr(whole, name)
         # What stands at padded places must not matter, NaN included.
-        filler = torch.full_like(value[:, :1], math.nan) if value.is_floating_point() else torch.zeros_like(value[:, :1])
+        filler = value.new_full((len(value), 1), math.nan if value.is_floating_point() else 0)
         padded[name] = torch.cat([value, filler.expand(-1, 7)], dim=1)
-    import dataclasses
-
     found = gradients(module, experience, [dataclasses.replace(whole, **padded)])
     for name, gradient in expected.items():
         assert (found[name] - gradient).abs().max() <= 1e-5 * max(float(gradient.abs().max()), 1e-6), name

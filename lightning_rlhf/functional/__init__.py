@@ -1,0 +1,1 @@
+"""Pure tensor functions: no Lightning, no config objects, nothing that remembers."""

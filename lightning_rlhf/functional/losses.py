@@ -1,0 +1,207 @@
+"""Losses of PPO and its relatives. Column ``t`` of every ``[B, R]`` tensor speaks of response token ``t``.
+
+Masked tokens are selected away **before** ``exp`` and products, so that NaN or infinity in padding reaches neither the
+value nor the gradient. Where everything is masked the loss is 0 and still connected to the graph, with gradient 0.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from lightning_rlhf.functional.kl import MAX_LOG_RATIO
+from lightning_rlhf.functional.stats import require_same_shape, select_valid
+
+Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+RatioLevel = Literal["token", "sequence"]
+
+
+class PolicyLoss(NamedTuple):
+    """Policy loss, and what metrics need of it; everything but the loss is detached.
+
+    Attributes:
+        loss: scalar.
+        ratio: ``[B, R]`` policy ratio before clipping; 1 at masked tokens.
+        clipped: ``[B, R]`` bool, valid tokens where the clip is **active**: the clipped term is the larger loss and the
+            gradient is 0. A ratio outside the band whose clip does not bind is not counted.
+        clipped_lower: ``[B, R]`` bool, valid tokens where the dual clip is active.
+    """
+
+    loss: Tensor
+    ratio: Tensor
+    clipped: Tensor
+    clipped_lower: Tensor
+
+
+class ValueLoss(NamedTuple):
+    """Value loss (scalar), and ``[B, R]`` bool: valid tokens where the clip is active, whose gradient is 0."""
+
+    loss: Tensor
+    clipped: Tensor
+
+
+def aggregate(
+    loss: Tensor,
+    mask: Tensor,
+    mode: Aggregation = "token-mean",
+    *,
+    tokens: float | Tensor | None = None,
+    sequences: float | Tensor | None = None,
+    horizon: float | None = None,
+) -> Tensor:
+    """One number from token losses, over valid tokens; rows without any are in no denominator.
+
+    ============================  ==================================================================================
+    ``token-mean``                sum / tokens
+    ``seq-mean-token-sum``        sum / sequences
+    ``seq-mean-token-mean``       sum over rows of the row's mean / sequences
+    ``seq-mean-token-sum-norm``   sum / (sequences x horizon) (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783)
+    ============================  ==================================================================================
+
+    Args:
+        loss: ``[B, R]``.
+        mask: ``[B, R]``, true on valid tokens.
+        mode: as above.
+        tokens: valid tokens of the whole minibatch on all ranks. With the denominators given, the results of
+            micro-batches and ranks add up to that of the whole minibatch. Default: those of ``mask``.
+        sequences: sequences with a valid token, likewise.
+        horizon: length limit of a response, a constant; default R, which depends on how the batch was padded.
+
+    Raises:
+        ValueError: an unknown mode, or shapes that differ.
+    """
+    require_same_shape(loss=loss, mask=mask)
+    if mode not in get_args(Aggregation):
+        raise ValueError(f"loss aggregation {mode!r} is not allowed: one of {', '.join(get_args(Aggregation))}")
+    mask = mask.bool()
+    valid = select_valid(loss, mask)
+    if mode == "token-mean":
+        return valid.sum() / _at_least_one(mask.sum() if tokens is None else tokens)
+    length = mask.sum(-1)
+    rows = valid.sum(-1)
+    if mode == "seq-mean-token-mean":
+        rows = rows / length.clamp(min=1)
+    total = rows.sum() / _at_least_one((length > 0).sum() if sequences is None else sequences)
+    if mode == "seq-mean-token-sum-norm":
+        total = total / _at_least_one(loss.shape[1] if horizon is None else horizon)
+    return total
+
+
+def ppo_policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    weights: Tensor | None = None,
+    ratio_level: RatioLevel = "token",
+    mode: Aggregation = "token-mean",
+    tokens: float | Tensor | None = None,
+    sequences: float | Tensor | None = None,
+    horizon: float | None = None,
+) -> PolicyLoss:
+    """Clipped PPO loss (Schulman et al. 2017, arXiv 1707.06347): ``max(-A r, -A clip(r, 1 - low, 1 + high))``.
+
+    Args:
+        logprobs: ``[B, R]`` under the current policy; the only argument with a gradient.
+        old_logprobs: ``[B, R]`` under the policy before the update.
+        advantages: ``[B, R]``.
+        mask: ``[B, R]``, true on valid tokens.
+        clip_low, clip_high: the ratio is clipped to ``[1 - clip_low, 1 + clip_high]``.
+        dual_clip: for negative advantages the loss is at most ``-A dual_clip`` (Ye et al. 2020, arXiv 1912.09729).
+        weights: ``[B, R]`` importance weights, constants that multiply each token's clipped loss.
+        ratio_level: ``token``, or ``sequence``: exp of the row's mean log-ratio for each of its tokens (GSPO, Zheng et
+            al. 2025, arXiv 2507.18071), whose gradient reaches token ``t`` as ``ratio * grad log-prob_t``.
+        mode, tokens, sequences, horizon: see :func:`aggregate`.
+
+    Raises:
+        ValueError: shapes that differ, or a setting out of range.
+    """
+    require_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
+    _check_clip(clip_low, clip_high, dual_clip)
+    log_ratio = _log_ratio(logprobs, old_logprobs.detach(), mask, ratio_level)
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    gain = select_valid(advantages.detach(), mask)
+    plain, bounded = -gain * ratio, -gain * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    loss = torch.maximum(plain, bounded)
+    clipped_lower = torch.zeros_like(mask, dtype=torch.bool)
+    if dual_clip is not None:
+        limit = -gain * dual_clip
+        clipped_lower = (gain < 0) & (loss > limit)
+        loss = torch.where(clipped_lower, limit, loss)
+    if weights is not None:
+        require_same_shape(weights=weights, mask=mask)
+        loss = loss * select_valid(weights.detach(), mask)
+    scalar = aggregate(loss, mask, mode, tokens=tokens, sequences=sequences, horizon=horizon)
+    return PolicyLoss(scalar, ratio.detach(), (bounded > plain).detach(), clipped_lower)
+
+
+def value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    *,
+    clip: float | None = None,
+    mode: Aggregation = "token-mean",
+    tokens: float | Tensor | None = None,
+    sequences: float | Tensor | None = None,
+    horizon: float | None = None,
+) -> ValueLoss:
+    """Half the aggregate of ``max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2)``.
+
+    Args:
+        values: ``[B, R]`` of the current critic; the only argument with a gradient.
+        old_values: ``[B, R]`` of the critic before the update; read only where ``clip`` is given.
+        returns: ``[B, R]``, the targets.
+        mask: ``[B, R]``, true on valid tokens.
+        clip: c; ``None`` for the plain squared error.
+        mode, tokens, sequences, horizon: see :func:`aggregate`.
+
+    Raises:
+        ValueError: shapes that differ, or ``clip`` is not above 0.
+    """
+    require_same_shape(values=values, old_values=old_values, returns=returns, mask=mask)
+    values, target = select_valid(values, mask), select_valid(returns.detach(), mask)
+    loss = (values - target).square()
+    clipped = torch.zeros_like(mask, dtype=torch.bool)
+    if clip is not None:
+        if not clip > 0:
+            raise ValueError(f"value clip {clip} is not allowed: a number > 0, or None")
+        old = select_valid(old_values.detach(), mask)
+        bounded = (torch.clamp(values, old - clip, old + clip) - target).square()
+        clipped = (bounded > loss).detach()
+        loss = torch.maximum(loss, bounded)
+    scalar = 0.5 * aggregate(loss, mask, mode, tokens=tokens, sequences=sequences, horizon=horizon)
+    return ValueLoss(scalar, clipped)
+
+
+def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: RatioLevel) -> Tensor:
+    """``[B, R]`` log of the policy ratio at the given level, not yet clamped; 0 at masked tokens."""
+    log_ratio = select_valid(logprobs - old_logprobs, mask)
+    if level == "token":
+        return log_ratio
+    if level == "sequence":
+        mean = log_ratio.sum(-1, keepdim=True) / mask.bool().sum(-1, keepdim=True).clamp(min=1)
+        # The row's value with each token's own gradient; the two equal terms cancel exactly.
+        return select_valid(mean.detach() + (log_ratio - log_ratio.detach()), mask)
+    raise ValueError(f"ratio level {level!r} is not allowed: one of {', '.join(get_args(RatioLevel))}")
+
+
+def _check_clip(low: float, high: float, dual: float | None) -> None:
+    if not 0 < low < 1:
+        raise ValueError(f"clip_low = {low} is not allowed: a number in (0, 1)")
+    if not high > 0:
+        raise ValueError(f"clip_high = {high} is not allowed: a number > 0")
+    if dual is not None and not dual > 1:
+        raise ValueError(f"dual_clip = {dual} is not allowed: a number > 1, or None")
+
+
+def _at_least_one(count: float | Tensor) -> float | Tensor:
+    """A denominator that is safe where nothing is valid: the numerator is 0 there."""
+    return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1.0)

@@ -1,0 +1,151 @@
+"""Statistics over the valid elements of all ranks.
+
+Sums are taken in float64, added up over the ranks, and only then divided; a mean of the ranks' own means is wrong as
+soon as one rank holds more valid elements than another. A rank without a valid element takes part in every reduction.
+Masked elements are selected away, never multiplied by zero, so they may hold NaN or infinity. On a valid element NaN
+stays visible. Nothing here carries a gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+ROUNDING_ULPS = 4.0
+"""A standard deviation of at most this many units in the last place of the mean is rounding and not a spread."""
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Mean, unbiased variance and number of elements, each a float64 scalar; 0 where there is nothing to measure."""
+
+    mean: Tensor
+    var: Tensor
+    count: Tensor
+
+    @property
+    def std(self) -> Tensor:
+        return self.var.sqrt()
+
+    def flat(self, dtype: torch.dtype) -> Tensor:
+        """Whether elements given in ``dtype`` were all equal up to rounding (or fewer than two). False for NaN."""
+        return self.std <= ROUNDING_ULPS * torch.finfo(dtype).eps * self.mean.abs()
+
+
+def all_reduce_sum(tensor: Tensor) -> Tensor:
+    """The sum over ranks as a new tensor; without ``torch.distributed`` the tensor itself."""
+    return _all_reduce(tensor, dist.ReduceOp.SUM)
+
+
+def all_reduce_max(tensor: Tensor) -> Tensor:
+    """The largest value over ranks as a new tensor; without ``torch.distributed`` the tensor itself."""
+    return _all_reduce(tensor, dist.ReduceOp.MAX)
+
+
+def _all_reduce(tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+    if not (dist.is_available() and dist.is_initialized()):
+        return tensor
+    reduced = tensor.detach().clone()
+    dist.all_reduce(reduced, op=operation)
+    return reduced
+
+
+def require_same_shape(**tensors: Tensor) -> None:
+    """Refuse tensors that would only fit by broadcasting, which makes sums and counts disagree.
+
+    Raises:
+        ValueError: naming every argument and its shape.
+    """
+    if len({tensor.shape for tensor in tensors.values()}) > 1:
+        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
+        raise ValueError(f"shapes differ: {shapes}; allowed is one common shape")
+
+
+def select_valid(x: Tensor, mask: Tensor) -> Tensor:
+    """``x`` where ``mask`` is true and 0 elsewhere; no value and no gradient passes at masked elements."""
+    return torch.where(mask.bool(), x, 0.0)
+
+
+@torch.no_grad()
+def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
+    """Sum of the valid elements **of this rank**, as a float64 scalar."""
+    return select_valid(x, mask).sum(dtype=torch.float64)
+
+
+@torch.no_grad()
+def masked_mean(x: Tensor, mask: Tensor, *, reduce: bool = True) -> Tensor:
+    """Mean of the valid elements, of all ranks where ``reduce`` is true, as a float64 scalar; 0 without any."""
+    require_same_shape(x=x, mask=mask)
+    sums = torch.stack([masked_sum(x, mask), mask.bool().sum(dtype=torch.float64)])
+    total, count = (all_reduce_sum(sums) if reduce else sums).unbind()
+    return total / count.clamp(min=1)
+
+
+@torch.no_grad()
+def masked_moments(x: Tensor, mask: Tensor, *, reduce: bool = True) -> Moments:
+    """Mean and unbiased variance of the valid elements.
+
+    Two passes, the mean first and then squared deviations from it: E[x^2] - E[x]^2 would lose all digits where the
+    mean is large beside the spread.
+
+    Args:
+        x: any shape.
+        mask: of the same shape; true on valid elements.
+        reduce: over all ranks (two small reductions); otherwise this rank alone.
+    """
+    require_same_shape(x=x, mask=mask)
+    sums = torch.stack([masked_sum(x, mask), mask.bool().sum(dtype=torch.float64)])
+    total, count = (all_reduce_sum(sums) if reduce else sums).unbind()
+    mean = total / count.clamp(min=1)
+    squares = masked_sum((x.double() - mean).square(), mask)
+    squares = all_reduce_sum(squares) if reduce else squares
+    return Moments(mean, squares / (count - 1).clamp(min=1), count)
+
+
+@torch.no_grad()
+def standardise(x: Tensor, moments: Moments, *, eps: float = 1e-8) -> Tensor:
+    """``(x - mean) / sqrt(var + eps)``, in the dtype of ``x``; all zeros where the moments know no spread.
+
+    A number that is not finite stays not finite.
+    """
+    scale = torch.where(moments.flat(x.dtype), 0.0, (moments.var + eps).rsqrt())
+    return ((x.double() - moments.mean) * scale).to(x.dtype)
+
+
+@torch.no_grad()
+def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
+    """Valid elements to mean 0 and variance 1 over all ranks, as veRL and TRL do (unbiased variance).
+
+    Args:
+        x: any shape, float32 or float64.
+        mask: of the same shape; true on valid elements.
+        shift_mean: false keeps the mean and changes the spread alone.
+        eps: added to the variance.
+
+    Returns:
+        A tensor like ``x`` with 0 at masked elements. A single valid element, or elements equal up to rounding, give
+        0 (the mean, if it is kept).
+    """
+    moments = masked_moments(x, mask)
+    whitened = standardise(x, moments, eps=eps)
+    return select_valid(whitened if shift_mean else whitened + moments.mean.to(x.dtype), mask)
+
+
+@torch.no_grad()
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
+    """Share of the variance of the returns that the values predict: ``1 - Var(returns - values) / Var(returns)``.
+
+    1 is a perfect critic (up to a constant), 0 one that knows no more than the mean; it may be negative. Returns that
+    are all equal hold nothing to explain: 0, not NaN.
+
+    Args:
+        values, returns: of one shape.
+        mask: of the same shape; true on valid elements of this rank. All ranks are counted.
+    """
+    require_same_shape(values=values, returns=returns, mask=mask)
+    target = masked_moments(returns, mask)
+    residual = masked_moments(returns.double() - values.double(), mask)
+    return torch.where(target.flat(returns.dtype), 0.0, 1.0 - residual.var / target.var)
