@@ -1,0 +1,18 @@
+"""Data: sources of rows, prompts made of them, and the data module that hands them out."""
+
+from lightning_rlhf.data.datamodule import PromptDataModule, PromptLoader, PromptStream
+from lightning_rlhf.data.prompts import Prompt, PromptEncoder
+from lightning_rlhf.data.sources import DataError, HFDatasetSource, JSONLSource, ParquetSource, open_source
+
+__all__ = [
+    "DataError",
+    "HFDatasetSource",
+    "JSONLSource",
+    "ParquetSource",
+    "Prompt",
+    "PromptDataModule",
+    "PromptEncoder",
+    "PromptLoader",
+    "PromptStream",
+    "open_source",
+]

@@ -1,0 +1,338 @@
+"""The data module: an endless, resumable stream of prompt batches for training, fixed prompts for validation."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning import LightningDataModule, Trainer
+from transformers import PreTrainedTokenizerBase
+
+from lightning_rlhf.data.prompts import EncodedPrompts, Prompt, PromptEncoder, collate
+from lightning_rlhf.data.sources import DataError, open_source, read_rows
+from lightning_rlhf.experience import PromptBatch
+
+log = logging.getLogger(__name__)
+
+
+class PromptStream:
+    """Which prompts batch ``c`` consists of: a function of the seed and ``c``, whatever was drawn before.
+
+    The data is gone through in passes, each in a fresh order, and the passes follow one another without a gap: a
+    batch may hold the end of one pass and the beginning of the next, so no prompt is lost at a pass's tail. The
+    stream is cut into batches over all ranks, and each rank takes its share of every batch; the order of the data
+    does not depend on the number of ranks.
+
+    Args:
+        size: number of prompts.
+        batch: prompts of one batch over all ranks.
+        seed: of the order.
+        rank: of this process.
+        world: number of processes; must divide ``batch``.
+        shuffle: whether each pass has an order of its own; otherwise the data's order is kept.
+    """
+
+    def __init__(
+        self, size: int, batch: int, *, seed: int = 0, rank: int = 0, world: int = 1, shuffle: bool = True
+    ) -> None:
+        if batch % world:
+            raise DataError(f"data.prompts_per_iteration = {batch} cannot be shared evenly by {world} processes")
+        self.size, self.batch, self.seed, self.rank, self.world, self.shuffle = size, batch, seed, rank, world, shuffle
+        self._orders: dict[int, list[int]] = {}
+
+    def __getitem__(self, c: int) -> list[tuple[int, int]]:
+        """This rank's part of batch ``c``: pass and index of each prompt."""
+        share = self.batch // self.world
+        start = c * self.batch + self.rank * share
+        places = (divmod(position, self.size) for position in range(start, start + share))
+        return [(data_pass, self._order(data_pass)[index]) for data_pass, index in places]
+
+    def _order(self, data_pass: int) -> Sequence[int]:
+        if not self.shuffle:
+            return range(self.size)
+        if data_pass not in self._orders:
+            digest = hashlib.blake2b(f"{self.seed}/order/{data_pass}".encode(), digest_size=8).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+            self._orders = {data_pass: torch.randperm(self.size, generator=generator).tolist()}
+        return self._orders[data_pass]
+
+
+class PromptLoader:
+    """Iterates over the stream and knows how many batches it has handed out; that number is its whole state.
+
+    It draws nothing from PyTorch's global random state and uses no worker processes: prompts are tokenised already.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], stream: PromptStream, iterations: int) -> None:
+        self.prompts, self.stream, self.iterations = prompts, stream, iterations
+        self.consumed = 0
+
+    def __len__(self) -> int:
+        """Batches of the whole run, those already handed out included (Lightning counts from the run's start)."""
+        return self.iterations
+
+    def __iter__(self) -> Iterator[PromptBatch]:
+        while self.consumed < self.iterations:
+            drawn = self.stream[self.consumed]
+            self.consumed += 1
+            yield collate([self.prompts[index] for _, index in drawn], [data_pass for data_pass, _ in drawn])
+
+    def state_dict(self) -> dict[str, int]:
+        return {"consumed": self.consumed, "prompts": len(self.prompts), "batch": self.stream.batch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue behind the batches already handed out."""
+        self.consumed = state["consumed"]
+        now = self.state_dict()
+        if now != state:
+            log.warning(
+                "the checkpoint was made with %d training prompts in batches of %d, this run has %d in batches of %d: "
+                "some prompts of the pass it stopped in will be seen twice or not at all",
+                state["prompts"],
+                state["batch"],
+                now["prompts"],
+                now["batch"],
+            )
+
+
+class ValidationLoader:
+    """Fixed prompts in fixed order; rank ``r`` of ``world`` takes every ``world``-th prompt from the ``r``-th on."""
+
+    def __init__(self, prompts: Sequence[Prompt], batch: int, rank: int = 0, world: int = 1) -> None:
+        self.prompts, self.batch = prompts[rank::world], batch
+
+    def __len__(self) -> int:
+        return -(-len(self.prompts) // self.batch)
+
+    def __iter__(self) -> Iterator[PromptBatch]:
+        for start in range(0, len(self.prompts), self.batch):
+            part = self.prompts[start : start + self.batch]
+            yield collate(part, [0] * len(part))
+
+
+class PromptDataModule(LightningDataModule):
+    """Prompts for training and validation.
+
+    One Lightning epoch holds the whole run: the training loader yields ``iterations`` batches, however many passes
+    over the data that takes. Use ``Trainer(max_epochs=1, use_distributed_sampler=False)``.
+
+    Held-out prompts come from a source of their own (``validation``) or are taken out of the training data
+    (``validation_size``). In the second case a hash of the prompt decides, so the same prompts are held out in every
+    run, whatever its seed, and no held-out prompt is trained on, not even as a duplicate row.
+
+    Args:
+        train: source of the training rows: a path, a list of paths, a list of rows, or an object that gives rows,
+            see :func:`~lightning_rlhf.data.sources.open_source`.
+        validation: source of the held-out rows; ``None`` for none, or to use ``validation_size``.
+        tokenizer: of the policy.
+        prompts_per_iteration: prompts of one batch, over all processes.
+        iterations: batches of the run.
+        seed: of the order of the training prompts.
+        max_prompt_tokens: longer prompts are dropped and counted; ``None`` keeps all.
+        prompt_field: column that holds the prompt: text or chat messages.
+        system_prompt: put before chat messages that have no system message.
+        text_as_chat: wrap text prompts as one user message.
+        chat_template_kwargs: further arguments of the chat template.
+        shuffle: a new order for each pass over the training data.
+        validation_size: number of prompts to hold out from the training rows.
+        validation_limit: validation prompts used at most, the first ones; ``None`` uses all.
+        validation_batch_size: prompts of one validation batch.
+
+    Raises:
+        DataError: a setting is out of range; from :meth:`setup`: the data cannot be used.
+    """
+
+    def __init__(
+        self,
+        train: Any,
+        validation: Any = None,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts_per_iteration: int,
+        iterations: int,
+        seed: int = 0,
+        max_prompt_tokens: int | None = None,
+        prompt_field: str = "prompt",
+        system_prompt: str | None = None,
+        text_as_chat: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        shuffle: bool = True,
+        validation_size: int | None = None,
+        validation_limit: int | None = None,
+        validation_batch_size: int = 64,
+    ) -> None:
+        super().__init__()
+        _check_positive("prompts_per_iteration", prompts_per_iteration)
+        _check_positive("iterations", iterations)
+        _check_positive("validation_batch_size", validation_batch_size)
+        _check_positive("validation_size", validation_size, optional=True)
+        _check_positive("validation_limit", validation_limit, optional=True)
+        if validation is not None and validation_size is not None:
+            raise DataError(
+                f"data.validation_size = {validation_size} is not allowed beside data.validation: hold out rows of "
+                "the training data, or give a source for them, not both"
+            )
+        self.train, self.validation = train, validation
+        self.prompts_per_iteration, self.iterations, self.seed = prompts_per_iteration, iterations, seed
+        self.shuffle = shuffle
+        self.validation_size, self.validation_limit = validation_size, validation_limit
+        self.validation_batch_size = validation_batch_size
+        self._encoder = PromptEncoder(
+            tokenizer,
+            prompt_field=prompt_field,
+            system_prompt=system_prompt,
+            text_as_chat=text_as_chat,
+            chat_template_kwargs=chat_template_kwargs,
+            max_tokens=max_prompt_tokens,
+        )
+        self._prompts: tuple[list[Prompt], list[Prompt]] | None = None
+        self._loader: PromptLoader | None = None
+        self.dropped: dict[str, int] = {}
+        """Prompts dropped because they were too long, by setting (``train``, ``validation``)."""
+
+    # --- prompts -------------------------------------------------------------------------------------------------
+
+    @property
+    def train_prompts(self) -> list[Prompt]:
+        """Every training prompt, in the data's order. Reads the data at first use."""
+        return self._load()[0]
+
+    @property
+    def validation_prompts(self) -> list[Prompt]:
+        """Every held-out prompt in use. Reads the data at first use."""
+        return self._load()[1]
+
+    def _load(self) -> tuple[list[Prompt], list[Prompt]]:
+        if self._prompts is None:
+            train, held_out = self._encode("train", self.train), []
+            if self.validation is not None:
+                held_out = self._encode("validation", self.validation)
+            elif self.validation_size is not None:
+                train, held_out = hold_out(train, self.validation_size)
+            _warn_about_duplicates(train, held_out)
+            self._prompts = train, held_out[: self.validation_limit]
+        return self._prompts
+
+    def _encode(self, name: str, source: Any) -> list[Prompt]:
+        try:
+            encoded: EncodedPrompts = self._encoder.encode(read_rows(open_source(source)))
+        except DataError as error:
+            raise DataError(f"data.{name}: {error}") from error
+        self.dropped[name] = encoded.dropped
+        if encoded.dropped:
+            log.warning(
+                "data.%s: %d of %d prompts dropped, longer than data.max_prompt_tokens = %s (the longest has %d)",
+                name,
+                encoded.dropped,
+                encoded.dropped + len(encoded.prompts),
+                self._encoder.max_tokens,
+                encoded.longest,
+            )
+        return encoded.prompts
+
+    # --- Lightning -----------------------------------------------------------------------------------------------
+
+    def setup(self, stage: str) -> None:
+        """Read and tokenise the data (once); a fit begins at the first batch unless a checkpoint says otherwise."""
+        prompts = self.train_prompts
+        if stage == "fit":
+            rank, world = self._place()
+            stream = PromptStream(
+                len(prompts),
+                self.prompts_per_iteration,
+                seed=self.seed,
+                rank=rank,
+                world=world,
+                shuffle=self.shuffle,
+            )
+            self._loader = PromptLoader(prompts, stream, self.iterations)
+
+    def train_dataloader(self) -> PromptLoader:
+        if self._loader is None:
+            raise RuntimeError("PromptDataModule.setup('fit') must run before train_dataloader()")
+        done = self._loader.consumed
+        if done > self.iterations:
+            raise DataError(f"iterations = {self.iterations} is not allowed: the checkpoint has already done {done}")
+        if done == self.iterations:
+            log.warning("all %d iterations are done; raise `iterations` to train on", done)
+        elif done and self.trainer is not None:
+            _reopen_epoch(self.trainer)
+        return self._loader
+
+    def val_dataloader(self) -> ValidationLoader:
+        """The held-out prompts; without any, a loader of length 0, which Lightning skips."""
+        return ValidationLoader(self.validation_prompts, self.validation_batch_size, *self._place())
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """A prompt batch holds no tensor; Lightning would look for one in every list of ids."""
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._loader is None else self._loader.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue behind the batches already handed out; evaluation has no position to restore."""
+        if self._loader is not None:
+            self._loader.load_state_dict(state_dict)
+
+    def _place(self) -> tuple[int, int]:
+        """Rank of this process and number of processes."""
+        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
+
+
+def _reopen_epoch(trainer: Trainer) -> None:
+    """Let a resumed run go on that had reached its end and is now given more iterations.
+
+    The whole run is one Lightning epoch. A checkpoint of its last batch says that the epoch is over, and Lightning
+    would stop at once; after this it reads like the checkpoint of any other batch.
+    """
+    fit_loop = trainer.fit_loop
+    fit_loop.epoch_loop.batch_progress.is_last_batch = False
+    progress: Any = fit_loop.epoch_progress
+    if progress.current.processed == progress.current.ready:
+        for clock in (progress.current, progress.total):
+            clock.processed = clock.completed = clock.ready - 1
+        fit_loop.restarting = True
+
+
+def hold_out(prompts: Sequence[Prompt], size: int) -> tuple[list[Prompt], list[Prompt]]:
+    """Split off ``size`` different prompts: those whose hash comes first. Keys decide, so duplicates stay together.
+
+    Returns:
+        The training prompts, all rows of them, and the held-out prompts, each once; both in their old order.
+
+    Raises:
+        DataError: fewer than ``size + 1`` different prompts.
+    """
+    first = {prompt.key: prompt for prompt in reversed(prompts)}
+    if size >= len(first):
+        raise DataError(
+            f"data.validation_size = {size} leaves no training prompt: the data has {len(first)} different prompts"
+        )
+    chosen = set(sorted(first, key=lambda key: hashlib.blake2b(f"held out/{key}".encode()).digest())[:size])
+    held_out = [prompt for prompt in prompts if prompt.key in chosen and first[prompt.key] is prompt]
+    return [prompt for prompt in prompts if prompt.key not in chosen], held_out
+
+
+def _warn_about_duplicates(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> None:
+    keys = {prompt.key for prompt in train}
+    if len(keys) < len(train):
+        log.warning(
+            "data.train: %d of %d rows repeat a prompt; copies in one pass are sampled with the same seeds",
+            len(train) - len(keys),
+            len(train),
+        )
+    seen = sum(prompt.key in keys for prompt in held_out)
+    if seen:
+        log.warning("data.validation: %d of %d prompts are in the training data as well", seen, len(held_out))
+
+
+def _check_positive(name: str, value: int | None, *, optional: bool = False) -> None:
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        allowed = "a whole number >= 1" + (", or null" if optional else "")
+        raise DataError(f"data.{name} = {value!r} is not allowed: {allowed}")

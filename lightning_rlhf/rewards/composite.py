@@ -1,0 +1,112 @@
+"""The reward of a run: a weighted sum of named terms."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_rlhf.rewards.base import Reward, RewardBatch, RewardError, evaluate, place
+
+RESERVED = frozenset({"reward_mean", "response_length_mean", "truncated_fraction"})
+"""Names that evaluation already uses for metrics beside the terms' own."""
+
+
+@dataclass(frozen=True)
+class RewardOutput:
+    """The total and what it consists of.
+
+    Attributes:
+        total: ``[B]`` float32, the weighted sum.
+        components: each term's own numbers ``[B]`` float32, before weighting.
+    """
+
+    total: Tensor
+    components: dict[str, Tensor]
+
+
+class Term(NamedTuple):
+    """One summand."""
+
+    weight: float
+    reward: Reward
+
+
+class CompositeReward:
+    """Sum of ``weight * reward`` over named terms.
+
+    Args:
+        terms: ``{name: {"reward": ..., "weight": 1.0}}``. A term of weight 0 is reported and does not count.
+
+    Raises:
+        RewardError: there is no term, or one cannot be used.
+
+    Example:
+        >>> reward = CompositeReward({"short": {"reward": lambda batch: [-float(len(r)) for r in batch.responses]}})
+    """
+
+    def __init__(self, terms: Mapping[str, Mapping[str, Any]]) -> None:
+        if not terms:
+            raise RewardError("reward.terms is empty: at least one term is needed")
+        self.terms = {str(name): _term(str(name), block) for name, block in terms.items()}
+
+    def __call__(self, batch: RewardBatch) -> RewardOutput:
+        """Score ``B`` responses; every term must give one finite number for each."""
+        components = {name: evaluate(name, term.reward, batch) for name, term in self.terms.items()}
+        total = torch.zeros(len(batch))
+        for name, values in components.items():
+            total += self.terms[name].weight * values
+        return RewardOutput(total, components)
+
+    def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Look at data rows before training: does each have what the terms need, such as an answer?
+
+        Raises:
+            RewardError: a row cannot be scored; names the term, the row's place of origin and what is missing.
+        """
+        checks = {name: getattr(term.reward, "check_row", None) for name, term in self.terms.items()}
+        for row in rows:
+            for name, check in checks.items():
+                if check is not None:
+                    try:
+                        check(row)
+                    except RewardError as error:
+                        raise RewardError(f"reward term {name!r}, {place(row)}: {error}") from error
+
+    def to(self, device: torch.device | str) -> CompositeReward:
+        """Move reward models to ``device``."""
+        for term in self.terms.values():
+            move = getattr(term.reward, "to", None)
+            if move is not None:
+                move(device)
+        return self
+
+
+def _term(name: str, block: Mapping[str, Any]) -> Term:
+    key = f"reward.terms.{name}"
+    if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or name in RESERVED:
+        raise RewardError(
+            f"{key}: a term's name becomes a metric's name; letters, digits, '_', '.' and '-' are allowed, "
+            f"and none of {', '.join(sorted(RESERVED))}"
+        )
+    if not isinstance(block, Mapping) or "reward" not in block:
+        raise RewardError(f"{key} must be a block {{weight: 1.0, reward: {{_target_: ...}}}}, not {block!r:.80}")
+    for unknown in sorted(set(block) - set(Term._fields)):
+        near = get_close_matches(unknown, Term._fields, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise RewardError(f"{key}.{unknown} is not known: {hint}known keys: {', '.join(Term._fields)}")
+    weight, reward = block.get("weight", 1.0), block["reward"]
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
+        raise RewardError(f"{key}.weight = {weight!r} is not allowed: a finite number")
+    if not callable(reward):
+        raise RewardError(
+            f"{key}.reward = {reward!r:.80} cannot be called with a batch; "
+            "a plain function needs `_partial_: true` beside its `_target_`"
+        )
+    return Term(float(weight), reward)

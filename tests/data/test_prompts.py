@@ -1,0 +1,186 @@
+"""Prompts: one BOS, the chat template once, long prompts dropped and not cut, faulty rows named."""
+
+from __future__ import annotations
+
+import string
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from lightning_rlhf.data.prompts import MESSAGES_KEY, PromptEncoder, collate
+from lightning_rlhf.data.sources import SOURCE_KEY, DataError
+from lightning_rlhf.experience import prompt_key
+from lightning_rlhf.rewards import base as rewards_base
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
+    "{% if add_generation_prompt %}[assistant:{% endif %}{% if loud %}!{% endif %}"
+)
+
+
+def toy_tokenizer(single: str = "<s> $A", template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+    """One token per character; ``single`` says what is added to plain text. BOS is 1, EOS is 2."""
+    tokens = ["<pad>", "<s>", "</s>", *string.printable, "\u00e4"]
+    core = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<pad>"))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.decoder = decoders.Fuse()
+    core.post_processor = processors.TemplateProcessing(single=single, special_tokens=[("<s>", 1), ("</s>", 2)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def row(prompt, **columns):
+    return {"prompt": prompt, **columns, SOURCE_KEY: "train.jsonl:7"}
+
+
+def user(content):
+    return [{"role": "user", "content": content}]
+
+
+def encode_one(encoder: PromptEncoder, value):
+    return encoder.encode([row(value)]).prompts[0]
+
+
+def test_rewards_read_messages_under_the_same_key():
+    assert rewards_base.MESSAGES_KEY == MESSAGES_KEY
+
+
+@pytest.mark.parametrize("prompt", [user("12+34"), "12+34=", "<s>12+34="], ids=["chat", "raw", "raw with BOS in it"])
+def test_b08_exactly_one_bos_at_the_beginning(prompt):
+    encoded = encode_one(PromptEncoder(toy_tokenizer()), prompt)
+    assert encoded.ids.count(1) == 1
+    assert encoded.ids[0] == 1
+
+
+def test_b08_chat_text_is_tokenised_as_rendered():
+    tokenizer = toy_tokenizer()
+    encoded = encode_one(PromptEncoder(tokenizer), user("hi"))
+    assert encoded.text == "<s>[user:hi][assistant:"
+    assert encoded.ids == tokenizer(encoded.text, add_special_tokens=False)["input_ids"]
+
+
+def test_template_without_bos_is_taken_at_its_word():
+    tokenizer = toy_tokenizer(template="{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert 1 not in encode_one(PromptEncoder(tokenizer), user("hi")).ids
+
+
+def test_raw_text_gets_no_bos_from_a_tokenizer_that_adds_none():
+    assert 1 not in encode_one(PromptEncoder(toy_tokenizer(single="$A")), "12+34=").ids
+
+
+def test_raw_prompt_does_not_end_with_the_eos_a_tokenizer_adds():
+    encoded = encode_one(PromptEncoder(toy_tokenizer(single="<s> $A </s>")), "12")
+    assert (encoded.ids[0], len(encoded.ids)) == (1, 3)
+    assert 2 not in encoded.ids
+
+
+def test_prompt_carries_key_row_and_text():
+    encoded = encode_one(PromptEncoder(toy_tokenizer()), "12+34=")
+    assert encoded.text == "12+34="
+    assert encoded.key == prompt_key("12+34=")
+    assert encoded.row == row("12+34=")
+
+
+def test_system_prompt_goes_before_the_messages_once():
+    encoder = PromptEncoder(toy_tokenizer(), system_prompt="be brief")
+    encoded = encode_one(encoder, user("hi"))
+    assert encoded.text == "<s>[system:be brief][user:hi][assistant:"
+    assert encoded.row[MESSAGES_KEY] == [{"role": "system", "content": "be brief"}, *user("hi")]
+    own = [{"role": "system", "content": "sing"}, *user("hi")]
+    assert encode_one(encoder, own).text == "<s>[system:sing][user:hi][assistant:"
+
+
+def test_the_rows_own_messages_are_left_as_they_are():
+    messages = user("hi")
+    encoded = encode_one(PromptEncoder(toy_tokenizer(), system_prompt="be brief"), messages)
+    assert messages == user("hi")
+    assert encoded.row["prompt"] is messages
+
+
+def test_text_as_chat_wraps_text_in_a_user_message():
+    encoder = PromptEncoder(toy_tokenizer(), text_as_chat=True, chat_template_kwargs={"loud": True})
+    assert encode_one(encoder, "hi").text == "<s>[user:hi][assistant:!"
+
+
+def test_prompt_field_is_configurable():
+    encoder = PromptEncoder(toy_tokenizer(), prompt_field="question")
+    assert encoder.encode([{"question": "why", SOURCE_KEY: "x:1"}]).prompts[0].text == "why"
+
+
+def test_long_prompts_are_dropped_and_counted_never_cut():
+    encoder = PromptEncoder(toy_tokenizer(), max_tokens=6)
+    encoded = encoder.encode([row("12345"), row("123456"), row("1"), row("1234567")])
+    assert [prompt.text for prompt in encoded.prompts] == ["12345", "1"]
+    assert [len(prompt.ids) for prompt in encoded.prompts] == [6, 2]
+    assert (encoded.dropped, encoded.longest) == (2, 8)
+
+
+def test_more_rows_than_one_tokenizer_call_keep_their_order():
+    texts = [str(i) for i in range(2100)]
+    assert [p.text for p in PromptEncoder(toy_tokenizer()).encode(map(row, texts)).prompts] == texts
+
+
+def test_all_prompts_too_long_is_an_error_with_limit_count_and_shortest():
+    encoder = PromptEncoder(toy_tokenizer(), max_tokens=4)
+    with pytest.raises(DataError) as error:
+        encoder.encode([row("123456"), row("1234")])
+    assert str(error.value) == (
+        "all 2 prompts are longer than data.max_prompt_tokens = 4; the shortest has 5 tokens. "
+        "Raise the limit or shorten the prompts"
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (None, r"train\.jsonl:7: no prompt: the row has no 'prompt' \(columns: answer, prompt\)"),
+        ("  \n", r"train\.jsonl:7: the prompt is empty"),
+        ([], r"train\.jsonl:7: the prompt is empty"),
+        (user(" "), r"train\.jsonl:7: the prompt is empty"),
+        (17, r"train\.jsonl:7: 'prompt' must be text or a list of messages .* not 17"),
+        (["hi"], r"train\.jsonl:7: 'prompt' must be text or a list of messages"),
+        ([{"role": "user"}], r"train\.jsonl:7: message 0 has no text under 'content'"),
+        ([*user("a"), {"content": "b"}], r"train\.jsonl:7: message 1 has no text under 'role'"),
+        ([*user("a"), {"role": "assistant", "content": "b"}], r"train\.jsonl:7: the prompt ends with an assistant"),
+    ],
+)
+def test_faulty_rows_are_named_with_their_place(value, message):
+    with pytest.raises(DataError, match=message):
+        PromptEncoder(toy_tokenizer()).encode([row(value, answer="1")])
+
+
+def test_row_without_the_column_names_the_columns_there_are():
+    with pytest.raises(DataError, match=r"a:3: no prompt: the row has no 'prompt' \(columns: answer, question\)"):
+        PromptEncoder(toy_tokenizer()).encode([{"question": "x", "answer": "y", SOURCE_KEY: "a:3"}])
+
+
+def test_chat_needs_a_template_and_a_system_prompt_needs_chat():
+    with pytest.raises(DataError, match=r"train\.jsonl:7: .* the model's tokenizer has no chat template"):
+        encode_one(PromptEncoder(toy_tokenizer(template=None)), user("hi"))
+    with pytest.raises(DataError, match=r"data\.system_prompt is set, but the prompt is plain text"):
+        encode_one(PromptEncoder(toy_tokenizer(), system_prompt="be brief"), "hi")
+
+
+def test_no_rows_and_a_limit_below_one_are_refused():
+    with pytest.raises(DataError, match="there is no row"):
+        PromptEncoder(toy_tokenizer()).encode([])
+    with pytest.raises(DataError, match=r"data\.max_prompt_tokens = 0 is not allowed"):
+        PromptEncoder(toy_tokenizer(), max_tokens=0)
+
+
+def test_prompt_without_a_token_is_refused():
+    tokenizer = toy_tokenizer(single="$A", template="")
+    tokenizer.backend_tokenizer.normalizer = __import__("tokenizers").normalizers.Replace("z", "")
+    with pytest.raises(DataError, match=r"train\.jsonl:7: the tokenizer makes no token of the prompt 'z'"):
+        encode_one(PromptEncoder(tokenizer), "z")
+
+
+def test_collate_keeps_all_fields_side_by_side():
+    prompts = PromptEncoder(toy_tokenizer()).encode([row("1"), row("22")]).prompts
+    batch = collate(prompts, [0, 1])
+    assert len(batch) == 2
+    assert batch.ids == [prompt.ids for prompt in prompts]
+    assert (batch.texts, batch.keys, batch.passes) == (["1", "22"], [prompt_key("1"), prompt_key("22")], [0, 1])
+    assert batch.rows[0] is prompts[0].row
