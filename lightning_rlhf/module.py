@@ -24,7 +24,7 @@ from lightning_rlhf.metrics.batch import MetricBatch
 from lightning_rlhf.metrics.experience import experience_metrics, policy_metrics
 from lightning_rlhf.metrics.moments import RunningMoments
 from lightning_rlhf.metrics.names import check
-from lightning_rlhf.models import Policy, SharedCritic, fingerprint
+from lightning_rlhf.models import Policy, SharedCritic
 from lightning_rlhf.rewards import CompositeReward
 from lightning_rlhf.rollout import RolloutEngine
 from lightning_rlhf.scoring import compute_advantages, score_experience, score_rewards
@@ -341,9 +341,8 @@ class ActorCriticModule(LightningModule):
             checkpoint["state_dict"].update(self.reference.state_dict(prefix="reference."))
 
     def _reference_fingerprint(self) -> str | None:
-        """Of a frozen copy; a reference that is the actor without its adapter is saved with the actor."""
-        if self._fingerprint is None and isinstance(self.reference, torch.nn.Module):
-            self._fingerprint = fingerprint(self.reference)
+        if self._fingerprint is None and self.reference is not None:
+            self._fingerprint = self.reference.fingerprint()
         return self._fingerprint
 
     # --- helpers -------------------------------------------------------------------------------------------------
