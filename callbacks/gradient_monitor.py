@@ -64,8 +64,8 @@ class GradientMonitor(RLHFCallback):
 
     def on_update_end(self, trainer: Trainer, module: ActorCriticModule, stats: UpdateStats) -> None:
         for name, norm in self.norms.items():
-            module.log(f"grad_norm/{name}_average", norm)
-            module.log(f"grad_clipped/{name}_average", self.clipped[name])
+            module.control.report(f"grad_norm/{name}_average", norm)
+            module.control.report(f"grad_clipped/{name}_average", self.clipped[name])
         if self.steps * (1.0 - self.decay) < 1.0:
             return  # the averages have not seen a full window yet
         limits = {group["name"]: group["clip_norm"] for group in module.parameter_groups()}

@@ -67,6 +67,7 @@ class Control:
         self.knobs: dict[str, Knob] = {}
         self.decisions: list[Decision] = []
         self.counts: Counter[str] = Counter()
+        self.reported: dict[str, float] = {}
         self._pending: dict[str, str] = {}
         self._rollback_to: Scope = "iteration"
         self._stop_training: str | None = None
@@ -102,6 +103,10 @@ class Control:
         self.counts[verb] += 1
         self.decisions.append(Decision(verb, reason, self.iteration, self.update))
 
+    def report(self, name: str, value: float) -> None:
+        """Log a number of the callback's own with this iteration's metrics; its name must be registered."""
+        self.reported[name] = value
+
     # --- what the update loop asks -----------------------------------------------------------------------------
 
     def wants(self, verb: str) -> bool:
@@ -126,6 +131,7 @@ class Control:
         self.iteration = iteration
         self._pending.clear()
         self.decisions.clear()
+        self.reported.clear()
         for knob in self.knobs.values():
             knob.multipliers.clear()
 

@@ -407,8 +407,12 @@ class ActorCriticModule(LightningModule):
         if torch.accelerator.is_available():
             numbers["memory/peak_gib"] = torch.accelerator.max_memory_allocated(self.device) / 2**30
             torch.accelerator.reset_peak_memory_stats(self.device)
+        numbers |= control.reported
         check(numbers)
-        self.log_dict(numbers, on_step=True, on_epoch=False, batch_size=1)
+        # Lightning hands logged values to loggers only after the checkpoint of this iteration, as float32.
+        for logger in self.loggers:
+            logger.log_metrics(numbers, step=control.iteration)
+        self.log_dict(numbers, logger=False, on_step=True, on_epoch=False, batch_size=1)
         bar = {"reward": numbers["reward/mean"], "kl": numbers.get("kl/ref", 0.0)}
         bar["tok/s"] = numbers["perf/tokens_per_second"]
         self.log_dict(bar, prog_bar=True, logger=False, on_step=True, on_epoch=False, batch_size=1)

@@ -77,9 +77,7 @@ def score_experience(
     for index, part in split_by_tokens(experience, experience.lengths(), budget):
         rows, columns = index.to(device), part.response_ids.shape[1]
         ids, attention = part.concatenated()
-        output = actor(
-            ids, attention, columns, temperature=temperature, entropy="detached", with_hidden=shared
-        )
+        output = actor(ids, attention, columns, temperature=temperature, entropy="detached", with_hidden=shared)
         scored["old_logprobs"][rows, :columns] = output.logprobs
         scored["entropy"][rows, :columns] = output.entropy
         if reference is not None:

@@ -94,6 +94,10 @@ def test_bad_settings_are_named(arguments: dict[str, Any], message: str) -> None
 class Control:
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.reported: dict[str, float] = {}
+
+    def report(self, name: str, value: float) -> None:
+        self.reported[name] = value
 
     def stop_training(self, reason: str) -> None:
         self.calls.append(reason)
@@ -106,10 +110,7 @@ class Told:
     """What the monitor sees of a module, with hand-made gradients."""
 
     def __init__(self, limit: float | None = 1.0) -> None:
-        self.control, self.logged, self.limit = Control(), {}, limit
-
-    def log(self, name: str, value: float) -> None:
-        self.logged[name] = value
+        self.control, self.limit = Control(), limit
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         return [{"name": "actor", "clip_norm": self.limit}]
@@ -135,7 +136,7 @@ def test_averages_are_exponential_and_unbiased_from_the_first_step() -> None:
         monitor.on_minibatch_end(None, module, minibatch_stats(norm, clipped=clipped))  # type: ignore[arg-type]
     monitor.on_update_end(None, module, update_stats())  # type: ignore[arg-type]
     # 4; then (4 + 2) / 2 = 3; then 0.5 x 3 + 0.5 x 1 = 2. Clipped: 1, 1, 0.5.
-    assert module.logged == {"grad_norm/actor_average": 2.0, "grad_clipped/actor_average": 0.5}
+    assert module.control.reported == {"grad_norm/actor_average": 2.0, "grad_clipped/actor_average": 0.5}
     restored = GradientMonitor(decay=0.5)
     restored.load_state_dict(monitor.state_dict())
     assert restored.state_dict() == monitor.state_dict()

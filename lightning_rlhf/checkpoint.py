@@ -1,0 +1,399 @@
+"""Checkpoints that are whole or absent, hold plain data, are counted in iterations and resume bit for bit.
+
+Usable in any LightningModule under manual optimisation, where Lightning's own ``ModelCheckpoint`` counts optimiser
+steps and so, once PPO epochs end early, saves at odd places or not at all.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import random
+import re
+import shutil
+import zipfile
+from collections import OrderedDict
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from lightning import Callback, LightningModule, Trainer
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_warn
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+PARTIAL, SET_ASIDE = ".partial", ".set_aside"
+"""Endings of a file still being written, and of a checkpoint from a future that a resumed run does not share."""
+
+_LEAVES = (torch.Tensor, torch.nn.Parameter, torch.dtype, torch.device, torch.Size)
+_SCALARS = (bool, int, float, complex, str, bytes, type(None))
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that could not be written, or is not whole."""
+
+
+# --- content ---------------------------------------------------------------------------------------------------------
+
+
+def plain(value: Any, where: str = "checkpoint") -> Any:
+    """The value in plain containers, which ``torch.load(weights_only=True)`` accepts.
+
+    OmegaConf containers are resolved; tensors are not copied. ``where`` is what an error calls the value.
+
+    Raises:
+        CheckpointError: names the key that holds anything but tensors, numbers, strings and containers of them.
+    """
+    kind = type(value)
+    if kind in _LEAVES or kind in _SCALARS:
+        return value
+    if kind in (DictConfig, ListConfig):
+        return plain(OmegaConf.to_container(value, resolve=True), where)
+    if kind in (dict, OrderedDict):
+        # Lightning stores the class of OmegaConf hyper-parameters beside them; once they are plain it is not needed.
+        entries = ((k, v) for k, v in value.items() if k != LightningModule.CHECKPOINT_HYPER_PARAMS_TYPE)
+        copy = kind((plain(k, f"a key of {where}"), plain(v, f"{where}[{k!r}]")) for k, v in entries)
+        if kind is OrderedDict:
+            vars(copy).update(vars(value))  # a state_dict carries the versions of its modules as an attribute
+        return copy
+    if kind in (list, tuple, set):
+        return kind(plain(item, f"{where}[{index}]") for index, item in enumerate(value))
+    raise CheckpointError(
+        f"{where} is a {kind.__module__}.{kind.__qualname__}; a checkpoint holds tensors, numbers, strings and plain "
+        "containers only, so that it can be loaded with weights_only=True"
+    )
+
+
+def verify(path: str | Path) -> None:
+    """Read a checkpoint file through: directory at its end, checksum (CRC-32) of every record, safe to unpickle.
+
+    Raises:
+        CheckpointError: says what is wrong with the file.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise CheckpointError(f"the checksum of {damaged} is wrong")
+        torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (OSError, RuntimeError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{path} is not a whole checkpoint: {error}") from error
+
+
+def latest_valid(folder: str | Path) -> Path | None:
+    """The newest checkpoint of a folder that is whole: the highest iteration, then the time of writing.
+
+    Warns about every newer one that is not. ``None`` if there is none, or no such folder.
+    """
+    for path in sorted(Path(folder).glob("[!.]*.ckpt"), key=lambda p: (_iteration(p), p.stat().st_mtime), reverse=True):
+        try:
+            verify(path)
+        except CheckpointError as error:
+            rank_zero_warn(f"skipped: {error}")
+        else:
+            return path
+    return None
+
+
+def _iteration(path: Path) -> int:
+    """The iteration in a file's name, -1 if there is none."""
+    match = re.fullmatch(r"iteration_(\d+)\.ckpt", path.name)
+    return int(match.group(1)) if match else -1
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes beside the target, syncs to disk, reads the file through, then renames it: whole or absent.
+
+    Straight into the file, so a save needs no second copy of the state in memory (Lightning's own writer does).
+    Paths with a protocol (``s3://...``) are left to Lightning's writer.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        """Write a checkpoint; if that fails, nothing is left behind and an older file of that name is untouched.
+
+        Raises:
+            CheckpointError: the content is not plain, or the file could not be written.
+        """
+        checkpoint = plain(checkpoint)
+        if "://" in str(path) or storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        path = Path(path)
+        partial = path.with_name(f".{path.name}{PARTIAL}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with partial.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            verify(partial)
+            os.replace(partial, path)
+            _sync_folder(path.parent)
+        except (OSError, RuntimeError) as error:
+            # After a failed write PyTorch complains of a position; the reason is in that error's context.
+            cause = error.__context__ if isinstance(error.__context__, OSError) else error
+            free = shutil.disk_usage(path.parent).free / 2**30
+            raise CheckpointError(
+                f"checkpoint {path} was not written: {cause} ({free:.2f} GiB free there). Earlier ones are untouched."
+            ) from error
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Bring a rename to disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# --- when to save ----------------------------------------------------------------------------------------------------
+
+
+class IterationCheckpoint(Checkpoint):
+    """Saves ``iteration_000010.ckpt`` every ``every_n_iterations`` training batches, at a stop and at the end.
+
+    One training batch is one iteration, however many optimiser steps it took. The file is written by
+    ``trainer.save_checkpoint`` after all other callbacks have seen ``on_train_batch_end``, so
+    ``trainer.fit(ckpt_path=...)`` continues behind it. A save that fails ends the run, with an error that names the
+    cause: to go on without checkpoints would put the work at risk without anybody knowing.
+
+    Args:
+        dirpath: folder of the checkpoints, on a local (or mounted) file system.
+        every_n_iterations: how often.
+        keep: newest checkpoints that stay; ``None`` keeps all.
+        monitor: metric whose best checkpoint stays as well; ``None``: none.
+        mode: whether the largest (``max``) or the smallest (``min``) value of ``monitor`` is best.
+
+    Attributes:
+        iteration: training batches done since the run began, resumed parts included.
+        last_model_path, best_model_path: the newest checkpoint written; the one with the best monitored value.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | Path,
+        every_n_iterations: int = 10,
+        keep: int | None = 2,
+        monitor: str | None = None,
+        mode: Literal["min", "max"] = "max",
+    ) -> None:
+        for name, value in (("every_n_iterations", every_n_iterations), ("keep", keep)):
+            if not (name == "keep" and value is None) and (type(value) is not int or value < 1):
+                raise ValueError(f"callbacks.checkpoint.{name} = {value!r} is not allowed: a whole number >= 1")
+        if mode not in ("min", "max"):
+            raise ValueError(f"callbacks.checkpoint.mode = {mode!r} is not allowed: min or max")
+        if "://" in str(dirpath):
+            raise ValueError(f"callbacks.checkpoint.dirpath = {str(dirpath)!r} is not allowed: a local folder")
+        self.dirpath = Path(dirpath).expanduser().absolute()
+        self.every_n_iterations, self.keep, self.monitor, self.mode = every_n_iterations, keep, monitor, mode
+        self.iteration = 0
+        self.last_model_path, self.best_model_path = "", ""
+        self.best_model_score: float | None = None
+        self._saved = 0
+        self._warned = False
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """The checkpoints in the folder, oldest iteration first."""
+        return sorted((p for p in self.dirpath.glob("*.ckpt") if _iteration(p) >= 0), key=_iteration)
+
+    # --- hooks -------------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Install the atomic writer, refuse what could not be saved, remove what a killed run left half written."""
+        if stage != "fit":
+            return
+        strategy = trainer.strategy
+        if type(strategy.checkpoint_io) is TorchCheckpointIO:
+            strategy.checkpoint_io = AtomicCheckpointIO()
+        elif not isinstance(strategy.checkpoint_io, AtomicCheckpointIO):
+            raise TypeError(
+                f"the trainer has the plugin {type(strategy.checkpoint_io).__name__}, which does not promise whole "
+                "files: take it out, or derive it from lightning_rlhf.checkpoint.AtomicCheckpointIO"
+            )
+        for part in (pl_module, getattr(trainer, "datamodule", None)):
+            if part is not None:
+                plain(dict(part.hparams), f"{type(part).__name__}.hparams")
+        if trainer.is_global_zero:
+            for leftover in self.dirpath.glob(f".*{PARTIAL}"):
+                leftover.unlink()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Checkpoints from beyond the iteration that is resumed belong to another future: they are set aside."""
+        later = [path for path in self.checkpoints if _iteration(path) > self.iteration]
+        if later and trainer.is_global_zero:
+            for path in later:
+                path.rename(path.with_name(path.name + SET_ASIDE))
+            rank_zero_warn(
+                f"the run continues from iteration {self.iteration}; {len(later)} checkpoint(s) of later iterations in "
+                f"{self.dirpath} got the ending {SET_ASIDE}. Delete them if they are not needed."
+            )
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        self.iteration += 1
+        if self.iteration % self.every_n_iterations == 0 or _is_last_iteration(trainer):
+            self.save(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save what :meth:`on_train_batch_end` could not know to be the last iteration."""
+        if self._saved != self.iteration:
+            self.save(trainer)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        # Not in state_dict(): Lightning keys that by the arguments, and the count must survive other arguments.
+        checkpoint["iteration"] = self.iteration
+        if self.monitor is not None:
+            best = checkpoint.setdefault("best_checkpoints", {})
+            best[f"{self.mode} {self.monitor}"] = {"score": self.best_model_score, "path": self.best_model_path}
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if "iteration" not in checkpoint:
+            raise CheckpointError("the checkpoint was saved without IterationCheckpoint: it does not say its iteration")
+        self.iteration = self._saved = checkpoint["iteration"]
+        best = checkpoint.get("best_checkpoints", {}).get(f"{self.mode} {self.monitor}")
+        if best is not None:
+            self.best_model_score, self.best_model_path = best["score"], best["path"]
+
+    # --- saving ------------------------------------------------------------------------------------------------------
+
+    def save(self, trainer: Trainer) -> None:
+        """Write the checkpoint of this iteration, then remove those that are no longer kept. Called on every rank.
+
+        Raises:
+            CheckpointError: on every rank, if the file could not be written.
+        """
+        path = self.dirpath / f"iteration_{self.iteration:06d}.ckpt"
+        self._note_best(trainer, path)
+        failure: CheckpointError | None = None
+        try:
+            trainer.save_checkpoint(path)
+        except CheckpointError as error:
+            failure = error
+            # The writing rank left before the barrier at which the others wait.
+            trainer.strategy.barrier("Trainer.save_checkpoint")
+        message = trainer.strategy.broadcast(str(failure) if failure else None)
+        if message is not None:
+            raise failure or CheckpointError(message)
+        self._saved, self.last_model_path = self.iteration, str(path)
+        if trainer.is_global_zero:
+            self._remove_old()
+            for logger in trainer.loggers:
+                log_checkpoints = getattr(logger, "log_checkpoints", None)
+                if log_checkpoints is not None:
+                    log_checkpoints([str(p) for p in self.checkpoints], latest=str(path), best=self.best_model_path)
+
+    def _note_best(self, trainer: Trainer, path: Path) -> None:
+        if self.monitor is None:
+            return
+        value = float(trainer.callback_metrics.get(self.monitor, math.nan))
+        if math.isnan(value):
+            if not self._warned and self.monitor not in trainer.callback_metrics:
+                near = get_close_matches(self.monitor, list(trainer.callback_metrics), n=1)
+                guess = f"did you mean {near[0]}? " if near else ""
+                seen = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
+                rank_zero_warn(f"callbacks.checkpoint.monitor = {self.monitor!r} is not logged; {guess}logged: {seen}")
+                self._warned = True
+            return
+        best = self.best_model_score
+        if best is None or (value > best if self.mode == "max" else value < best):
+            self.best_model_score, self.best_model_path = value, str(path)
+
+    def _remove_old(self) -> None:
+        if self.keep is not None:
+            for path in self.checkpoints[: -self.keep]:
+                if str(path) != self.best_model_path:
+                    path.unlink()
+
+
+def _is_last_iteration(trainer: Trainer) -> bool:
+    """Whether training ends behind this batch, as far as can be known before its other hooks have run."""
+    stop = trainer.strategy.reduce_boolean_decision(trainer.should_stop or trainer.received_sigterm, all=False)
+    last_epoch = trainer.max_epochs is not None and 0 <= trainer.max_epochs <= trainer.current_epoch + 1
+    return stop or (trainer.is_last_batch and last_epoch) or 0 <= trainer.max_steps <= trainer.global_step
+
+
+def warn_about_model_checkpoint(callbacks: Iterable[Callback]) -> list[str]:
+    """Warn about every ``ModelCheckpoint`` whose trigger does not mean iterations here; returns the warnings."""
+    instead = "use lightning_rlhf.checkpoint.IterationCheckpoint(every_n_iterations=...)"
+    warnings = []
+    for callback in callbacks:
+        if not isinstance(callback, ModelCheckpoint):
+            continue
+        every, interval = callback._every_n_train_steps, callback._train_time_interval
+        if interval is not None:
+            text = f"train_time_interval={interval} is ignored under manual optimisation: it saves nothing"
+        elif every > 1:
+            text = (
+                f"every_n_train_steps={every} counts optimiser steps, several per iteration, and saves only where an "
+                f"iteration happens to end on a multiple of {every}; when PPO epochs end early that may be never"
+            )
+        elif every == 0:
+            text = "it saves at the end of an epoch, and the whole run is one epoch: a run that dies leaves nothing"
+        else:
+            continue
+        warnings.append(f"ModelCheckpoint: {text}; {instead}")
+        rank_zero_warn(warnings[-1])
+    return warnings
+
+
+# --- random numbers --------------------------------------------------------------------------------------------------
+
+
+class RNGState(Callback):
+    """Saves the random number generators of every rank and restores them when training resumes.
+
+    Python, NumPy, PyTorch on the CPU and on the rank's device; restored before the first batch is fetched.
+    """
+
+    _pending: list[dict[str, Any]] | None = None
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        state = _rng_state(pl_module.device)
+        states: list[Any] = [state]
+        if trainer.world_size > 1:
+            states = [None] * trainer.world_size
+            torch.distributed.all_gather_object(states, state)
+        checkpoint["rng_per_rank"] = states
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._pending = checkpoint.get("rng_per_rank")
+        if self._pending is None:
+            rank_zero_warn("the checkpoint holds no random number state: the resumed run draws other numbers")
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        states, self._pending = self._pending, None
+        if states is None:
+            return
+        if len(states) == trainer.world_size:
+            _restore_rng(states[trainer.global_rank], pl_module.device)
+        else:
+            rank_zero_warn(
+                f"the checkpoint was written by {len(states)} processes, this run has {trainer.world_size}: random "
+                "number states are not restored, the resumed run draws other numbers"
+            )
+
+
+def _rng_state(device: torch.device) -> dict[str, Any]:
+    name, keys, *rest = cast("tuple[Any, ...]", np.random.get_state())
+    state = {"python": random.getstate(), "numpy": [name, keys.tolist(), *rest], "torch": torch.get_rng_state()}
+    if device.type != "cpu":
+        state["device"] = torch.get_device_module(device).get_rng_state().cpu()
+    return state
+
+
+def _restore_rng(state: dict[str, Any], device: torch.device) -> None:
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(state["torch"].cpu())
+    if device.type != "cpu" and "device" in state:
+        torch.get_device_module(device).set_rng_state(state["device"].cpu())

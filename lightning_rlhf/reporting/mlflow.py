@@ -1,0 +1,390 @@
+"""MLflow logging that never stops training and never loses a number.
+
+Everything that is logged goes into a spool file in the run's folder first; a background thread sends it. A tracking
+server that is down, or a database that is locked, delays what is logged and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import sys
+import time
+import traceback
+import uuid
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock
+from lightning.pytorch.loggers.logger import rank_zero_experiment
+from lightning.pytorch.loggers.mlflow import MLFlowLogger
+from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from omegaconf import OmegaConf
+
+from lightning_rlhf.metrics import names
+from lightning_rlhf.reporting.mlflow_run import FOLDER, LONGEST_PARAM, LONGEST_TAG, RunRecord, TrackedRun, cut, fit_key
+from lightning_rlhf.reporting.spool import Courier, Deliver, Spool
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+log = logging.getLogger(__name__)
+
+
+class RLMLFlowLogger(MLFlowLogger):
+    """Lightning's MLflow logger for long runs.
+
+    * The store is a local sqlite file unless a server is named; two runs may create it at the same moment.
+    * One call per iteration, sent in the background. The step axis is ``clock/iteration`` where it is among the
+      metrics, Lightning's step otherwise. NaN stays NaN; an infinity becomes MLflow's largest number, 1.797e308.
+    * Metrics in the kit's groups must be registered (:mod:`lightning_rlhf.metrics.names`); other names are yours.
+    * Parameters have one writer: once :meth:`log_config` was called, :meth:`log_hyperparams` does nothing. A value
+      that differs on resume leaves the parameter and sets the tag ``changed/<key>`` to ``old -> new``.
+    * A resumed run continues under the same run id. Steps that were recorded before are not recorded twice, so the
+      iterations between the last checkpoint and a crash keep their first values.
+    * Status: FINISHED; FAILED with the reason in the tag ``failure`` and the artifact ``failure.txt``; KILLED.
+
+    Args:
+        run_dir: folder of this run; spools and files on their way live in ``run_dir/tracking``.
+        experiment_name: MLflow experiment, created if needed.
+        run_name: name of a new run; ``None`` lets MLflow choose one.
+        tracking_uri: ``http://...``, ``sqlite:///...``; ``None``: that of the run that is resumed, else the
+            environment's ``MLFLOW_TRACKING_URI``, else the sqlite file ``mlflow.db`` in ``store_dir``.
+        store_dir: folder of that file and of the artifacts beside it.
+        resume_from: folder of the run to continue (often ``run_dir`` itself); what it could not send is sent now.
+        run_id: MLflow run to continue, where no folder of it is at hand.
+        tags: of a new run.
+        flush_timeout: seconds to wait at the end for what is still on its way.
+        retry_seconds: first wait after a failed attempt; it doubles up to a minute.
+
+    Raises:
+        ValueError: the tracking URI is a plain folder, which MLflow no longer accepts.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        *,
+        experiment_name: str = "lightning_rlhf",
+        run_name: str | None = None,
+        tracking_uri: str | None = None,
+        store_dir: str | Path = "outputs/mlflow",
+        resume_from: str | Path | None = None,
+        run_id: str | None = None,
+        tags: dict[str, Any] | None = None,
+        flush_timeout: float = 30.0,
+        retry_seconds: float = 2.0,
+    ) -> None:
+        self.run_dir, self.flush_timeout = Path(run_dir).expanduser().absolute(), flush_timeout
+        earlier = _earlier(resume_from)
+        uri = _uri(tracking_uri or (earlier.tracking_uri if earlier else None), store_dir)
+        _quiet_mlflow()
+        database = Path(uri.removeprefix("sqlite:///")) if uri.startswith("sqlite:///") else None
+        with _creation_lock(database):
+            super().__init__(experiment_name, tracking_uri=uri)
+        record = earlier or RunRecord(uri, experiment_name, key=uuid.uuid4().hex[:12])
+        self.run = TrackedRun(
+            self._mlflow_client,
+            replace(record, tracking_uri=uri, run_id=run_id or record.run_id),
+            self.run_dir,
+            resumed=earlier is not None or run_id is not None,
+            artifact_location=(database.parent / "artifacts").as_uri() if database else None,
+            tags={**(tags or {}), **({"mlflow.runName": run_name} if run_name else {})},
+        )
+        self._opened = self._ended = self._config_logged = False
+        # The key in the name keeps a second run in the same folder from sending what is left of the first.
+        self._log = Spool(self.run_dir / FOLDER / f"{record.key}.log.jsonl")
+        self._files = Spool(self.run_dir / FOLDER / f"{record.key}.files.jsonl")
+        routes: dict[Spool, Deliver] = {self._log: self.run.deliver_log, self._files: self.run.deliver_file}
+        self._courier = Courier(routes, f"MLflow at {uri}", retry_seconds)
+        if earlier is not None and resume_from is not None and Path(resume_from).absolute() != self.run_dir:
+            self._take_over(Path(resume_from).absolute())
+
+    # --- where -------------------------------------------------------------------------------------------------------
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> MlflowClient:
+        """The MLflow client. The first use opens the run; if the server is away, that happens when it is back.
+
+        Raises:
+            MlflowException: the server answers and refuses (no such run, no permission).
+        """
+        if not self._opened:
+            import mlflow
+
+            mlflow.set_tracking_uri(self.tracking_uri)
+            self.run.open()
+            self._opened = True
+            if self.run.resumed:
+                self._log.append({"kind": "status", "status": "RUNNING"})
+            self._courier.wake()
+        return self._mlflow_client
+
+    @property
+    def run_id(self) -> str | None:
+        """MLflow's id of the run; ``None`` while the server has not answered yet."""
+        _ = self.experiment
+        return self.run.record.run_id
+
+    @property
+    def experiment_id(self) -> str | None:
+        """MLflow's id of the experiment; ``None`` while the server has not answered yet."""
+        _ = self.experiment
+        return self.run.experiment_id
+
+    @property
+    def save_dir(self) -> str:
+        """The run's folder; Lightning puts files there that belong to no other place."""
+        return str(self.run_dir)
+
+    @property
+    def tracking_uri(self) -> str:
+        """Where the run is recorded."""
+        return self._tracking_uri
+
+    @property
+    def ui_command(self) -> str:
+        """The command that shows the run in a browser, or the server's address."""
+        if self.tracking_uri.startswith("sqlite:"):
+            return f"mlflow ui --backend-store-uri {self.tracking_uri}"
+        return self.tracking_uri
+
+    # --- what is logged ----------------------------------------------------------------------------------------------
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Record numbers of one iteration; returns at once.
+
+        Raises:
+            UnknownMetricError: a name in one of the kit's groups that is not registered.
+            TypeError: a value that is not a number.
+        """
+        names.check(name for name in metrics if names.is_ours(name))
+        values = {fit_key(name): _number(name, value) for name, value in metrics.items()}
+        iteration = int(values.get("clock/iteration", step or 0))
+        _ = self.experiment  # counts this start of the run
+        self._put(self._log, kind="metrics", start=self.run.record.starts, step=iteration, time=_now(), values=values)
+
+    @rank_zero_only
+    def log_config(self, config: Any) -> None:
+        """Record the resolved configuration: parameters under dotted keys, as in overrides, and the text as artifact.
+
+        The artifact is ``config.yaml``; a resumed run adds ``config_resumed_2.yaml`` at its second start, and so on.
+        """
+        config = _plain(config)
+        self._put(self._log, kind="params", values=_flatten(config))
+        self._config_logged = True
+        suffix = f"_resumed_{self.run.record.starts}" if self.run.resumed else ""
+        self.log_text(OmegaConf.to_yaml(OmegaConf.create(config)), f"config{suffix}.yaml")
+
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any] | Namespace) -> None:
+        """Record parameters, unless :meth:`log_config` has: then they are known already, under their full keys."""
+        if not self._config_logged:
+            self._put(self._log, kind="params", values=_flatten(_plain(params)))
+
+    @rank_zero_only
+    def log_tags(self, tags: Mapping[str, str]) -> None:
+        """Set tags of the run."""
+        self._put(self._log, kind="tags", values={fit_key(k): cut(v, LONGEST_TAG) for k, v in tags.items()})
+
+    @rank_zero_only
+    def log_text(self, text: str, artifact: str) -> None:
+        """Record a text as artifact, for instance ``report.txt`` or ``folder/report.txt``."""
+        path = self.run_dir / FOLDER / artifact
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        self.log_file(path, os.path.dirname(artifact))
+
+    @rank_zero_only
+    def log_file(self, path: str | Path, folder: str = "") -> None:
+        """Copy a file to the run's artifacts; it must stay where it is until it has been sent."""
+        self._put(self._files, kind="file", path=str(Path(path).absolute()), folder=folder)
+
+    @rank_zero_only
+    def log_samples(self, rows: list[dict[str, Any]], iteration: int) -> None:
+        """Record a table as ``samples/iteration_000012.json``, which MLflow shows as one (``mlflow.load_table``).
+
+        Columns are the keys of all rows in order of appearance; what a row lacks, and NaN, is empty.
+
+        Raises:
+            TypeError: names the column whose value JSON cannot hold.
+        """
+        columns = list(dict.fromkeys(name for row in rows for name in row))
+        data = [[_cell(name, row.get(name)) for name in columns] for row in rows]
+        artifact = f"samples/iteration_{iteration:06d}.json"
+        self.log_text(json.dumps({"columns": columns, "data": data}, ensure_ascii=False), artifact)
+        self._put(self._files, kind="table", path=artifact)
+
+    @rank_zero_only
+    def log_checkpoints(self, paths: list[str], *, latest: str, best: str = "") -> None:
+        """List the checkpoints that exist now (artifact ``checkpoints.json``, tags); the files are not copied."""
+        listing = {"latest": latest, "best": best or None, "kept": paths}
+        self.log_text(json.dumps(listing, indent=2, ensure_ascii=False) + "\n", "checkpoints.json")
+        self.log_tags({"checkpoint/latest": latest, **({"checkpoint/best": best} if best else {})})
+
+    @rank_zero_only
+    def log_failure(self, error: BaseException) -> None:
+        """Record why the run ended: tag ``failure``, and the traceback as artifact ``failure.txt``."""
+        self.log_tags({"failure": " ".join(f"{type(error).__name__}: {error}".split())})
+        self.log_text("".join(traceback.format_exception(type(error), error, error.__traceback__)), "failure.txt")
+
+    @rank_zero_only
+    def finalize(self, status: str = "success") -> None:
+        """Set the run's status and wait a little for what is still on its way.
+
+        Lightning calls this at the end of every ``fit`` and ``validate``; what is logged later opens the run again.
+        It calls it from where it handles an error, which is how the reason is known.
+        """
+        if not self._opened:
+            return
+        final, error = "FINISHED", sys.exc_info()[1]
+        if status == "failed":
+            final = "KILLED" if isinstance(error, (KeyboardInterrupt, SIGTERMException)) else "FAILED"
+            if error is not None:
+                self.log_failure(error)
+        self._put(self._log, kind="status", status=final, time=_now())
+        self._ended = True
+        if not self.flush():
+            log.warning(
+                "MLflow at %s has not taken everything yet. The rest is kept in %s and sent when the run is resumed, "
+                "or by lightning_rlhf.reporting.send_spooled(%r).",
+                self.tracking_uri,
+                self.run_dir / FOLDER,
+                str(self.run_dir),
+            )
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Try to send everything now; whether all has arrived within ``timeout`` seconds (else ``flush_timeout``)."""
+        return self._courier.flush(self.flush_timeout if timeout is None else timeout)
+
+    def _put(self, spool: Spool, **record: Any) -> None:
+        _ = self.experiment
+        if self._ended:
+            self._ended = False
+            self._log.append({"kind": "status", "status": "RUNNING"})
+        spool.append(record)
+        self._courier.wake()
+
+    def _take_over(self, folder: Path) -> None:
+        """Move what the run could not send from its former folder into this one."""
+        for own in (self._log, self._files):
+            former = Spool(folder / FOLDER / own.path.name)
+            while records := former.pending():
+                for record in records:
+                    own.append(record)
+                former.commit(len(records))
+
+
+def send_spooled(run_dir: str | Path, timeout: float = 600.0) -> bool:
+    """Send what a run could not deliver before it ended; whether everything has arrived.
+
+    Raises:
+        FileNotFoundError: no MLflow run is recorded in the folder.
+    """
+    if RunRecord.read(run_dir) is None:
+        raise FileNotFoundError(f"{Path(run_dir) / FOLDER / 'run.json'}: no MLflow run is recorded there")
+    return RLMLFlowLogger(run_dir, resume_from=run_dir).flush(timeout)
+
+
+# --- helpers ---------------------------------------------------------------------------------------------------------
+
+
+def _earlier(resume_from: str | Path | None) -> RunRecord | None:
+    earlier = RunRecord.read(resume_from) if resume_from is not None else None
+    if resume_from is not None and earlier is None:
+        log.warning("resume: no MLflow run is recorded in %s; a new one is started", Path(resume_from) / FOLDER)
+    return earlier
+
+
+def _uri(given: str | None, store_dir: str | Path) -> str:
+    uri = given or os.environ.get("MLFLOW_TRACKING_URI")
+    if not uri:
+        return f"sqlite:///{Path(store_dir).expanduser().absolute() / 'mlflow.db'}"
+    if uri.startswith(("file:", "/", ".", "~")):
+        raise ValueError(
+            f"logger.tracking_uri = {uri!r} is not allowed: MLflow no longer keeps runs in plain folders; "
+            "null (a local sqlite file in logger.store_dir), sqlite:///FILE or the address of a server"
+        )
+    return uri
+
+
+def _quiet_mlflow() -> None:
+    """No telemetry, no progress bars, no news about database tables, a short wait for a server that is away."""
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    # The courier repeats calls for as long as it takes; MLflow's own repetition would only hold it up.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
+    if "mlflow" in sys.modules:
+        from mlflow.telemetry import set_telemetry_client
+
+        set_telemetry_client()  # set up when MLflow was imported; this makes it read the variable again
+    for name in ("mlflow.store.db.utils", "alembic"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+@contextlib.contextmanager
+def _creation_lock(database: Path | None) -> Iterator[None]:
+    """Two processes that create the tables of one fresh database at once break it; one after the other do not."""
+    if database is None:
+        yield
+        return
+    database.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(database.with_name(f".{database.name}.lock")):
+        yield
+
+
+def _now() -> int:
+    """Milliseconds since 1970, as MLflow wants them."""
+    return int(time.time() * 1000)
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    if OmegaConf.is_config(config):
+        config = OmegaConf.to_container(config, resolve=True)
+    return vars(config) if isinstance(config, Namespace) else dict(config)
+
+
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Dotted keys, and values as YAML would write them, cut to what MLflow holds."""
+    flat: dict[str, str] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flatten(value, f"{prefix}{name}.")
+        else:
+            flat[fit_key(f"{prefix}{name}")] = cut(_text(value), LONGEST_PARAM)
+    return flat
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, (dict, list, tuple, bool)) or value is None:
+        return json.dumps(value, ensure_ascii=False, default=str)
+    return str(value)
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"metric {name} = {value!r} is not a number") from None
+
+
+def _cell(column: str, value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        return str(value)  # NaN inside a list: no browser reads it
+    except TypeError:
+        raise TypeError(f"samples, column {column!r}: {value!r} is not a text, number, list or mapping") from None
+    return value

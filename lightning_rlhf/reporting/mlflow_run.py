@@ -1,0 +1,266 @@
+"""One MLflow run: found or created once the server answers, then brought up to date record by record.
+
+Records may be delivered again when an answer got lost, so everything here can be repeated without harm: MLflow stores
+a metric once per name, step, time and value, and the rest is looked up before it is written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import threading
+from dataclasses import asdict, dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_rlhf.metrics import names
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+log = logging.getLogger(__name__)
+
+LONGEST_PARAM, LONGEST_TAG, LONGEST_KEY = 6000, 8000, 250
+"""Characters MLflow takes for a parameter's value, a tag's value and a key."""
+ENTRIES_PER_CALL, METRICS_PER_CALL = 100, 1000
+KEY_TAG = "lightning_rlhf.key"
+TABLES_TAG = "mlflow.loggedArtifacts"
+FOLDER = "tracking"
+"""Folder below the run's own that holds spools, ``run.json`` and files on their way to MLflow."""
+
+
+@dataclass
+class RunRecord:
+    """What a run's folder knows about its MLflow run.
+
+    Attributes:
+        tracking_uri: of the server or database.
+        experiment_name: of the experiment.
+        key: identifies the run before MLflow has given it an id.
+        run_id: MLflow's id; ``None`` until the server has answered.
+        starts: how often the run was started.
+    """
+
+    tracking_uri: str
+    experiment_name: str
+    key: str
+    run_id: str | None = None
+    starts: int = 0
+
+    @classmethod
+    def read(cls, run_dir: str | Path) -> RunRecord | None:
+        """The record in a run's folder, ``None`` if there is none."""
+        path = Path(run_dir) / FOLDER / "run.json"
+        return cls(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+
+    def write(self, run_dir: Path) -> None:
+        """Replace the record in a run's folder."""
+        path = run_dir / FOLDER / "run.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+
+
+class TrackedRun:
+    """The run on MLflow's side. Delivery happens in one thread, opening possibly in another.
+
+    Args:
+        client: of the tracking server or database.
+        record: which run it is; kept up to date in ``run_dir``.
+        run_dir: the run's folder.
+        resumed: whether MLflow may hold steps of it already.
+        artifact_location: of a new experiment; ``None`` leaves it to the server.
+        tags: of a new run.
+    """
+
+    def __init__(
+        self,
+        client: MlflowClient,
+        record: RunRecord,
+        run_dir: Path,
+        *,
+        resumed: bool,
+        artifact_location: str | None = None,
+        tags: dict[str, Any] | None = None,
+    ) -> None:
+        self.client, self.record, self.run_dir, self.resumed = client, record, run_dir, resumed
+        self.artifact_location, self.tags = artifact_location, tags or {}
+        self.experiment_id: str | None = None
+        self._recorded_steps: dict[str, set[int]] = {}
+        self._leftover_steps: set[tuple[str, int]] = set()
+        self._lock = threading.Lock()
+
+    # --- opening -----------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Note a start of the run, and find or create it; if the server is away, that is left for later.
+
+        Raises:
+            MlflowException: the server answers and refuses (no such run, no permission).
+        """
+        from mlflow import MlflowException
+
+        self.record.starts += 1
+        self.record.write(self.run_dir)
+        try:
+            self.ensure()
+        except MlflowException as error:
+            status = error.get_http_status_code()
+            if 400 <= status < 500 and status != 429:
+                raise
+            # The courier tells the user as soon as it has something to send.
+            log.debug("the run is opened later", exc_info=True)
+
+    def ensure(self) -> str:
+        """The run's id; asks the server the first time."""
+        with self._lock:
+            run_id = self.record.run_id or self._find_or_create()
+            if self.experiment_id is None:
+                self.experiment_id = self.client.get_run(run_id).info.experiment_id
+                self.record.run_id = run_id
+                self.record.write(self.run_dir)
+            return run_id
+
+    def _find_or_create(self) -> str:
+        from mlflow.tracking.context.registry import resolve_tags
+
+        experiment = self._find_or_create_experiment()
+        # Created earlier, by a call whose answer got lost?
+        found = self.client.search_runs([experiment], f"tags.`{KEY_TAG}` = '{self.record.key}'", max_results=1)
+        if found:
+            return found[0].info.run_id
+        tags = resolve_tags({**self.tags, KEY_TAG: self.record.key})
+        return self.client.create_run(experiment, tags=tags).info.run_id
+
+    def _find_or_create_experiment(self) -> str:
+        from mlflow import MlflowException
+
+        name = self.record.experiment_name
+        if (experiment := self.client.get_experiment_by_name(name)) is None:
+            try:
+                return self.client.create_experiment(name, artifact_location=self.artifact_location)
+            except MlflowException:
+                # Another process may have created it since.
+                if (experiment := self.client.get_experiment_by_name(name)) is None:
+                    raise
+        return experiment.experiment_id
+
+    # --- delivery ----------------------------------------------------------------------------------------------------
+
+    def deliver_log(self, records: list[dict[str, Any]]) -> int:
+        """Send the first record, or the metrics at the beginning in one call; returns how many records were sent."""
+        run_id, kind = self.ensure(), records[0]["kind"]
+        if kind == "metrics":
+            return self._metrics(run_id, list(takewhile(lambda record: record["kind"] == kind, records)))
+        if kind == "params":
+            self._params(run_id, records[0]["values"])
+        elif kind == "tags":
+            self._set_tags(run_id, records[0]["values"])
+        else:
+            self._status(run_id, records[0])
+        return 1
+
+    def deliver_file(self, records: list[dict[str, Any]]) -> int:
+        """Send the first file, or the announcement of a table; returns 1."""
+        run_id, record = self.ensure(), records[0]
+        if record["kind"] == "table":
+            tag = self.client.get_run(run_id).data.tags.get(TABLES_TAG, "[]")
+            self._set_tags(run_id, {TABLES_TAG: with_table(tag, record["path"])})
+        elif os.path.exists(record["path"]):
+            self.client.log_artifact(run_id, record["path"], record["folder"] or None)
+        else:
+            log.error("%s was removed before it could be sent to MLflow", record["path"])
+        return 1
+
+    def _metrics(self, run_id: str, records: list[dict[str, Any]]) -> int:
+        from mlflow.entities import Metric
+
+        batch: list[Metric] = []
+        sent = 0
+        for record in records:
+            if batch and len(batch) + len(record["values"]) > METRICS_PER_CALL:
+                break
+            step, moment = record["step"], record["time"]
+            if record["start"] != self.record.starts:
+                self._leftover_steps.update((name, step) for name in record["values"])
+            new = {k: v for k, v in record["values"].items() if not self._is_recorded(run_id, k, record)}
+            batch += [Metric(name, value, moment, step) for name, value in new.items()]
+            sent += 1
+        for start in range(0, len(batch), METRICS_PER_CALL):
+            self.client.log_batch(run_id, metrics=batch[start : start + METRICS_PER_CALL])
+        return sent
+
+    def _is_recorded(self, run_id: str, name: str, record: dict[str, Any]) -> bool:
+        """Whether this step of this metric was logged before the run was resumed, and has arrived or is on its way."""
+        if not self.resumed:
+            return False
+        step = record["step"]
+        if record["start"] == self.record.starts and (name, step) in self._leftover_steps:
+            return True
+        if name not in self._recorded_steps:
+            self._recorded_steps[name] = {metric.step for metric in self.client.get_metric_history(run_id, name)}
+        return step in self._recorded_steps[name]
+
+    def _params(self, run_id: str, values: dict[str, str]) -> None:
+        """Write new parameters; those that are there with another value get a tag, for MLflow never changes one."""
+        from mlflow.entities import Param
+
+        data = self.client.get_run(run_id).data
+        new = [Param(key, value) for key, value in values.items() if key not in data.params]
+        for start in range(0, len(new), ENTRIES_PER_CALL):
+            self.client.log_batch(run_id, params=new[start : start + ENTRIES_PER_CALL])
+        changes = {}
+        for key, value in values.items():
+            tag = fit_key(f"changed/{key}")
+            before, shown = data.params.get(key, value), cut(value, 1000)
+            if tag in data.tags and data.tags[tag].rpartition(" -> ")[2] != shown:
+                changes[tag] = cut(f"{data.tags[tag]} -> {shown}", LONGEST_TAG)
+            elif tag not in data.tags and before != value:
+                changes[tag] = f"{cut(before, 1000)} -> {shown}"
+        self._set_tags(run_id, changes)
+
+    def _set_tags(self, run_id: str, tags: dict[str, str]) -> None:
+        from mlflow.entities import RunTag
+
+        entries = [RunTag(key, value) for key, value in tags.items()]
+        for start in range(0, len(entries), ENTRIES_PER_CALL):
+            self.client.log_batch(run_id, tags=entries[start : start + ENTRIES_PER_CALL])
+
+    def _status(self, run_id: str, record: dict[str, Any]) -> None:
+        if record["status"] != "RUNNING":
+            self.client.set_terminated(run_id, record["status"], end_time=record["time"])
+            return
+        tags = self.client.get_run(run_id).data.tags
+        self.client.update_run(run_id, status="RUNNING")
+        if "failure" in tags:
+            self._set_tags(run_id, {"previous_failure": tags["failure"]})
+            self.client.delete_tag(run_id, "failure")
+
+
+def with_table(tag: str, path: str) -> str:
+    """The tag that MLflow's table view reads, with one more table: the newest ones, as many as a tag holds."""
+    entry = {"path": path, "type": "table"}
+    tables = [table for table in json.loads(tag) if table != entry] + [entry]
+    while len(json.dumps(tables)) > LONGEST_TAG:
+        del tables[0]
+    return json.dumps(tables)
+
+
+def cut(text: str, longest: int) -> str:
+    """The text, its end replaced by three dots where it is too long."""
+    return text if len(text) <= longest else text[: longest - 3] + "..."
+
+
+def fit_key(key: str) -> str:
+    """The key itself where MLflow takes it; else its allowed characters and a hash, so that two keys stay two."""
+    if names.valid(key) and len(key) <= LONGEST_KEY:
+        return key
+    digest = hashlib.blake2b(key.encode(), digest_size=4).hexdigest()
+    parts = re.sub(r"[^A-Za-z0-9_.\-/ ]+", "_", key).split("/")
+    allowed = "/".join(part.strip() for part in parts if part.strip(". "))
+    return f"{allowed[: LONGEST_KEY - 9].rstrip(' /')}_{digest}"

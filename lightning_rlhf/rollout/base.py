@@ -1,0 +1,108 @@
+"""What every rollout engine offers, and the sampling settings they share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from lightning_rlhf.experience import PromptBatch, Rollout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. Order of processing: temperature, top-k, top-p, renormalise.
+
+    Attributes:
+        temperature: logits are divided by it.
+        top_k: only the ``top_k`` likeliest tokens may be drawn; 0 switches it off.
+        top_p: only the smallest set of likeliest tokens with at least this mass may be drawn; 1 switches it off.
+        samples: responses per prompt.
+        max_new_tokens: limit of the response length, end token included.
+        greedy: the likeliest token instead of a draw (evaluation only).
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    samples: int = 1
+    max_new_tokens: int = 64
+    greedy: bool = False
+
+    def __post_init__(self) -> None:
+        if not (_is_number(self.temperature) and 0 < self.temperature < math.inf):
+            _refuse("temperature", self.temperature, "a finite number > 0 (for argmax decoding use greedy=True)")
+        if not (_is_integer(self.top_k) and self.top_k >= 0):
+            _refuse("top_k", self.top_k, "an integer >= 0, where 0 switches it off")
+        if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
+            _refuse("top_p", self.top_p, "a number in (0, 1], where 1 switches it off")
+        for name in ("samples", "max_new_tokens"):
+            value = getattr(self, name)
+            if not (_is_integer(value) and value >= 1):
+                _refuse(name, value, "an integer >= 1")
+
+    @property
+    def truncated(self) -> bool:
+        """Whether some tokens cannot be drawn, so that log-probs over the whole vocabulary differ from the engine's."""
+        return self.top_k > 0 or self.top_p < 1
+
+
+@runtime_checkable
+class RolloutEngine(Protocol):
+    """Draws responses to prompts."""
+
+    sampling: Sampling
+
+    def setup(self, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Bind the engine to the trainer's language model and tokenizer; called once, before any other method."""
+
+    def generate(
+        self, prompts: PromptBatch, *, samples: int, max_new_tokens: int, seed: int, greedy: bool = False
+    ) -> Rollout:
+        """Draw ``samples`` responses to each prompt (not repeated by the caller); the rows of a prompt are adjacent.
+
+        Args:
+            prompts: the prompts, ids without padding.
+            samples: responses per prompt; overrides the setting of the engine for this call, as do the next two.
+            max_new_tokens: limit of the response length, end token included.
+            seed: seed of the run. A row's own seed is ``sample_seed(seed, prompt key, sample index, data pass)``.
+            greedy: take the likeliest token (evaluation).
+        """
+
+    def update_weights(self, version: int) -> None:
+        """Take over the trainer's weights; rollouts drawn from here on carry ``version``."""
+
+    def describe(self) -> dict[str, Any]:
+        """Every setting in force, as plain values for the log."""
+
+
+def pad_left(ids: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Prompts as one block: ``ids [N, P]`` int64 padded on the left, and ``mask [N, P]`` bool."""
+    width = max(len(row) for row in ids)
+    block = torch.tensor([[pad_id] * (width - len(row)) + list(row) for row in ids], dtype=torch.int64)
+    lengths = torch.tensor([len(row) for row in ids])
+    return block, length_mask(lengths, width).flip(-1)
+
+
+def length_mask(lengths: Tensor, columns: int) -> Tensor:
+    """``[B, columns]`` bool, true on the first ``lengths[b]`` columns of row ``b``."""
+    return torch.arange(columns, device=lengths.device) < lengths.unsqueeze(-1)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _refuse(key: str, value: object, allowed: str) -> None:
+    raise ValueError(f"rollout.{key} = {value!r} is not allowed: {allowed}")

@@ -1,0 +1,682 @@
+"""MLflow logging: every number arrives once, whatever happens to the server or to the run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pytest
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_only
+from mlflow import MlflowClient, MlflowException
+from omegaconf import OmegaConf
+from torch.utils.data import DataLoader
+
+from lightning_rlhf.metrics.names import UnknownMetricError
+from lightning_rlhf.reporting import RLMLFlowLogger, RunRecord, send_spooled
+from lightning_rlhf.reporting.mlflow_run import with_table
+
+
+@pytest.fixture(scope="session")
+def fresh_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Creating the tables takes seconds, so it is done once; tests get a copy."""
+    folder = tmp_path_factory.mktemp("store")
+    RLMLFlowLogger(folder / "run", store_dir=folder)
+    return folder / "mlflow.db"
+
+
+@pytest.fixture
+def store(tmp_path: Path, fresh_store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    (tmp_path / "store").mkdir()
+    shutil.copy(fresh_store, tmp_path / "store" / "mlflow.db")
+    return tmp_path / "store"
+
+
+Make = Callable[..., RLMLFlowLogger]
+
+
+@pytest.fixture
+def make(tmp_path: Path, store: Path) -> Make:
+    def build(run: str = "run", **options: Any) -> RLMLFlowLogger:
+        return RLMLFlowLogger(tmp_path / run, store_dir=store, **{"retry_seconds": 0.05, **options})
+
+    return build
+
+
+def history(logger: RLMLFlowLogger, name: str) -> list[tuple[int, float]]:
+    """(step, value) of everything the store holds for a metric."""
+    assert logger.flush(30) and logger.run_id is not None
+    return sorted((m.step, m.value) for m in MlflowClient(logger.tracking_uri).get_metric_history(logger.run_id, name))
+
+
+def stored(logger: RLMLFlowLogger) -> Any:
+    assert logger.flush(30) and logger.run_id is not None
+    return MlflowClient(logger.tracking_uri).get_run(logger.run_id)
+
+
+def artifact(logger: RLMLFlowLogger, path: str, folder: Path) -> str:
+    assert logger.flush(30) and logger.run_id is not None
+    client = MlflowClient(logger.tracking_uri)
+    return Path(client.download_artifacts(logger.run_id, path, str(folder))).read_text()
+
+
+class Outage:
+    """Calls of the client fail while it lasts; `lost_answer` lets them through and fails afterwards."""
+
+    def __init__(self, logger: RLMLFlowLogger, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.on, self.lost_answer, self.calls = False, False, 0
+        for name in ("log_batch", "get_run", "set_terminated", "update_run", "log_artifact"):
+            monkeypatch.setattr(logger.experiment, name, self._wrap(getattr(logger.experiment, name)))
+
+    def _wrap(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            if self.lost_answer:
+                self.lost_answer = False
+                call(*args, **kwargs)
+                raise ConnectionError("answer lost")
+            if self.on:
+                raise ConnectionError("connection refused")
+            return call(*args, **kwargs)
+
+        return wrapped
+
+
+# --- metrics ---------------------------------------------------------------------------------------------------------
+
+
+def test_one_call_per_iteration_under_both_clocks(make: Make) -> None:
+    logger = make()
+    for iteration in (1, 2, 3):
+        metrics = {"reward/mean": 0.5 * iteration, "clock/iteration": iteration, "clock/update": 8 * iteration}
+        logger.log_metrics(metrics, step=iteration - 1)  # Lightning counts batches from 0
+    assert history(logger, "reward/mean") == [(1, 0.5), (2, 1.0), (3, 1.5)]
+    assert history(logger, "clock/update") == [(1, 8), (2, 16), (3, 24)]
+
+
+def test_lightnings_step_counts_without_a_clock(make: Make) -> None:
+    logger = make()
+    logger.log_metrics({"eval/reward_mean": torch.tensor(0.25)}, step=7)
+    assert history(logger, "eval/reward_mean") == [(7, 0.25)]
+
+
+def test_returns_before_the_store_has_taken_anything(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    logger = make()
+    gate, write = threading.Event(), logger.experiment.log_batch
+
+    def held(*args: Any, **kwargs: Any) -> None:
+        gate.wait(30)
+        write(*args, **kwargs)
+
+    monkeypatch.setattr(logger.experiment, "log_batch", held)
+    for iteration in range(5):
+        logger.log_metrics({"kl/ref": 0.1}, step=iteration)
+    assert not gate.is_set()  # five calls have returned, none was served
+    gate.set()
+    assert len(history(logger, "kl/ref")) == 5
+
+
+def test_misspelt_names_of_the_kit_are_refused(make: Make) -> None:
+    with pytest.raises(UnknownMetricError, match="'kl/reff'; did you mean 'kl/ref'"):
+        make().log_metrics({"kl/reff": 0.1}, step=1)
+
+
+def test_other_names_are_the_users_own(make: Make) -> None:
+    """Lightning's own callbacks log names such as lr-AdamW/actor; characters MLflow refuses must not merge two."""
+    logger = make()
+    logger.log_metrics({"lr-AdamW/actor": 0.1, "my@1": 1.0, "my:1": 2.0, "epoch": 0}, step=1)
+    metrics = stored(logger).data.metrics
+    assert metrics["lr-AdamW/actor"] == 0.1
+    assert sorted(v for k, v in metrics.items() if k.startswith("my_1_")) == [1.0, 2.0]
+
+
+def test_a_value_that_is_no_number_is_named(make: Make) -> None:
+    with pytest.raises(TypeError, match="my/name = 'high' is not a number"):
+        make().log_metrics({"my/name": "high"}, step=1)
+
+
+def test_nan_and_infinity(make: Make) -> None:
+    logger = make()
+    logger.log_metrics({"kl/ref": math.nan, "kl/old": math.inf, "kl/loss": -math.inf}, step=1)
+    assert math.isnan(history(logger, "kl/ref")[0][1])
+    assert history(logger, "kl/old") == [(1, sys.float_info.max)]
+    assert history(logger, "kl/loss") == [(1, -sys.float_info.max)]
+
+
+# --- outages ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_outage_delays_and_loses_nothing(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger = make()
+    outage = Outage(logger, monkeypatch)
+    logger.log_metrics({"reward/mean": 1.0}, step=1)
+    assert logger.flush(30)
+    outage.on = True
+    with caplog.at_level(logging.WARNING, logger="lightning_rlhf"):
+        for step in range(2, 7):
+            logger.log_metrics({"reward/mean": float(step)}, step=step)
+            assert not logger.flush(30)
+        logger.log_hyperparams({"lr": 1e-4})
+        outage.on = False
+        assert logger.flush(30)
+    assert history(logger, "reward/mean") == [(step, float(step)) for step in range(1, 7)]
+    assert stored(logger).data.params == {"lr": "0.0001"}
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 2, warnings  # once when it begins, once when it is over
+    assert "connection refused" in warnings[0] and "nothing is lost" in warnings[0] and "is back" in warnings[1]
+
+
+def test_it_is_sent_without_another_call(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = make(retry_seconds=0.01)
+    outage = Outage(logger, monkeypatch)
+    outage.on = True
+    logger.log_metrics({"reward/mean": 1.0}, step=1)
+    assert not logger.flush(30)
+    outage.on = False
+    deadline = time.monotonic() + 30
+    while not logger._log.empty and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert logger._log.empty
+
+
+def test_a_lost_answer_stores_nothing_twice(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = make()
+    outage = Outage(logger, monkeypatch)
+    assert logger.flush(30)
+    outage.lost_answer = True
+    logger.log_metrics({"reward/mean": 1.0, "kl/ref": math.nan}, step=1)
+    assert not logger.flush(30)
+    logger.log_metrics({"reward/mean": 2.0, "kl/ref": math.nan}, step=2)
+    assert history(logger, "reward/mean") == [(1, 1.0), (2, 2.0)]
+    assert len(history(logger, "kl/ref")) == 2
+
+
+def test_a_file_that_cannot_be_sent_does_not_hold_up_metrics(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = make()
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise PermissionError("no such bucket")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(logger.experiment, "log_artifact", refuse)
+        logger.log_text("text", "note.txt")
+        logger.log_metrics({"reward/mean": 1.0}, step=1)
+        assert not logger.flush(30)
+    assert logger._log.empty and not logger._files.empty
+    assert history(logger, "reward/mean") == [(1, 1.0)]
+    assert logger._files.empty
+
+
+def test_a_long_outage_is_caught_up_in_large_calls(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = make()
+    outage = Outage(logger, monkeypatch)
+    outage.on = True
+    for step in range(300):
+        logger.log_metrics({f"my/m{index}": float(step) for index in range(10)}, step=step)
+    assert not logger.flush(30)
+    outage.on, outage.calls = False, 0
+    assert logger.flush(60)
+    assert outage.calls <= 10  # 3000 numbers, at most 1000 a call
+    assert [step for step, _ in history(logger, "my/m9")] == list(range(300))
+
+
+def test_the_rest_is_sent_when_the_run_is_resumed(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server stays away until the run has ended; the run is resumed from iteration 3 and repeats 4 and 5."""
+    first = make()
+    outage = Outage(first, monkeypatch)
+    for step in (1, 2, 3):
+        first.log_metrics({"reward/mean": float(step)}, step=step)
+    assert first.flush(30)
+    outage.on = True
+    for step in (4, 5):
+        first.log_metrics({"reward/mean": float(step)}, step=step)
+    with caplog.at_level(logging.WARNING, logger="lightning_rlhf"):
+        first.finalize("success")
+    assert "sent when the run is resumed" in caplog.text
+    second = make(resume_from=tmp_path / "run")
+    for step in (4, 5, 6):
+        second.log_metrics({"reward/mean": 10.0 * step}, step=step)
+    assert second.run_id == first.run_id
+    assert history(second, "reward/mean") == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 5.0), (6, 60.0)]
+
+
+def test_the_rest_follows_into_another_folder(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = make()
+    Outage(first, monkeypatch).on = True
+    first.log_metrics({"reward/mean": 1.0}, step=1)
+    first.log_text("text", "note.txt")
+    assert not first.flush(30)
+    second = make("elsewhere", resume_from=tmp_path / "run")
+    assert second.run_id == first.run_id
+    assert history(second, "reward/mean") == [(1, 1.0)]
+    assert artifact(second, "note.txt", tmp_path) == "text"
+    assert first._log.empty and first._files.empty
+
+
+def test_the_rest_can_be_sent_by_hand(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = make()
+    with monkeypatch.context() as patch:
+        Outage(first, patch).on = True
+        first.log_metrics({"reward/mean": 1.0}, step=1)
+        first.finalize("success")
+    first._courier._routes.clear()  # the process has ended
+    assert send_spooled(tmp_path / "run")
+    assert stored(first).info.status == "FINISHED" and history(first, "reward/mean") == [(1, 1.0)]
+    with pytest.raises(FileNotFoundError, match="no MLflow run is recorded"):
+        send_spooled(tmp_path)
+
+
+def test_a_half_written_last_line_is_dropped(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = make()
+    Outage(first, monkeypatch).on = True
+    first.log_metrics({"reward/mean": 1.0}, step=1)
+    with first._log.path.open("ab") as file:
+        file.write(b'{"kind": "metr')
+    second = make(resume_from=tmp_path / "run")
+    second.log_metrics({"reward/mean": 2.0}, step=2)
+    assert history(second, "reward/mean") == [(1, 1.0), (2, 2.0)]
+
+
+def test_steps_repeated_after_a_crash_are_stored_once(make: Make, tmp_path: Path) -> None:
+    first = make()
+    for step in (1, 2, 3, 4):
+        first.log_metrics({"reward/mean": float(step)}, step=step)
+    assert first.flush(30)
+    second = make(resume_from=tmp_path / "run")
+    for step in (3, 4, 5):
+        second.log_metrics({"reward/mean": -1.0 * step, "kl/ref": 0.1}, step=step)
+    assert history(second, "reward/mean") == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, -5.0)]
+    assert [step for step, _ in history(second, "kl/ref")] == [3, 4, 5]
+
+
+def test_a_second_run_in_the_same_folder_is_a_run_of_its_own(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = make()
+    Outage(first, monkeypatch).on = True
+    first.log_metrics({"reward/mean": 1.0}, step=1)
+    second = make()
+    second.log_metrics({"reward/mean": 2.0}, step=1)
+    assert second.run_id != first.run_id
+    assert history(second, "reward/mean") == [(1, 2.0)]
+
+
+# --- parameters ------------------------------------------------------------------------------------------------------
+
+
+def test_changed_parameters_are_tagged_on_resume(make: Make, tmp_path: Path) -> None:
+    first = make()
+    first.log_hyperparams({"lr": 1e-4, "seed": 1})
+    first.log_hyperparams({"lr": 1e-4, "seed": 1})
+    assert first.flush(30)
+    second = make(resume_from=tmp_path / "run")
+    second.log_hyperparams({"lr": 2e-4, "seed": 1, "new": True})
+    run = stored(second)
+    assert run.info.run_id == first.run_id
+    assert run.data.params == {"lr": "0.0001", "seed": "1", "new": "true"}
+    assert {k: v for k, v in run.data.tags.items() if k.startswith("changed/")} == {"changed/lr": "0.0001 -> 0.0002"}
+    third = make(resume_from=tmp_path / "run")
+    third.log_hyperparams({"lr": 2e-4})
+    third.log_hyperparams({"lr": 3e-4})
+    assert stored(third).data.tags["changed/lr"] == "0.0001 -> 0.0002 -> 0.0003"
+
+
+def test_the_configuration_is_written_once_in_full(make: Make, tmp_path: Path) -> None:
+    config = OmegaConf.create(
+        {"seed": 1, "module": {"lr": 1e-4, "twice": "${seed}"}, "none": None, "flag": False, "list": [1, {"a": 2}]}
+    )
+    logger = make()
+    logger.log_config(config)
+    logger.log_hyperparams({"lr": 1e-4})  # Lightning's own call with the module's hyper-parameters
+    expected = {"seed": "1", "module.lr": "0.0001", "module.twice": "1", "none": "null", "flag": "false"}
+    assert stored(logger).data.params == {**expected, "list": '[1, {"a": 2}]'}
+    text = artifact(logger, "config.yaml", tmp_path)
+    assert OmegaConf.create(text) == OmegaConf.to_container(config, resolve=True)
+
+
+def test_a_resumed_run_keeps_the_first_configuration(make: Make, tmp_path: Path) -> None:
+    first = make()
+    first.log_config({"lr": 1})
+    assert first.flush(30)
+    second = make(resume_from=tmp_path / "run")
+    second.log_config({"lr": 2})
+    assert artifact(second, "config.yaml", tmp_path) == "lr: 1\n"
+    assert artifact(second, "config_resumed_2.yaml", tmp_path) == "lr: 2\n"
+
+
+def test_parameters_stay_within_the_limits_of_the_back_end(make: Make) -> None:
+    long_key = "k" * 300
+    params = {f"p{index}": index for index in range(250)} | {"long": "x" * 7000, long_key: 1, long_key + "2": 2}
+    logger = make()
+    logger.log_hyperparams({**params, "a@b": 1, "a:b": 2})
+    stored_params = stored(logger).data.params
+    assert len(stored_params) == 255
+    assert stored_params["p249"] == "249"
+    assert stored_params["long"] == "x" * 5997 + "..."
+    assert sorted(v for k, v in stored_params.items() if k.startswith("kkk")) == ["1", "2"]
+    assert sorted(v for k, v in stored_params.items() if k.startswith("a_b")) == ["1", "2"]
+
+
+# --- samples, checkpoints, status ------------------------------------------------------------------------------------
+
+
+def test_samples_are_tables_for_mlflow(make: Make, tmp_path: Path) -> None:
+    logger = make()
+    rows = [{"prompt": "1 + 1", "score": 1.0}, {"prompt": "größer", "score": math.nan, "finish": "truncated"}]
+    logger.log_samples(rows, iteration=12)
+    logger.log_samples([{"scores": [1.0, math.nan]}], iteration=22)
+    assert logger.flush(30) and logger.run_id is not None and logger.experiment_id is not None
+    client = MlflowClient(logger.tracking_uri)
+    table = client.load_table(logger.experiment_id, "samples/iteration_000012.json", [logger.run_id])
+    assert table["prompt"].tolist() == ["1 + 1", "größer"]
+    assert table["finish"].isna().tolist() == [True, False] and table["score"].isna().tolist() == [False, True]
+    for iteration in (12, 22):  # a browser does not read NaN
+        json.loads(artifact(logger, f"samples/iteration_0000{iteration}.json", tmp_path), parse_constant=pytest.fail)
+    assert [f.path for f in client.list_artifacts(logger.run_id, "samples")] == [
+        "samples/iteration_000012.json",
+        "samples/iteration_000022.json",
+    ]
+
+
+def test_the_list_of_tables_fits_its_tag() -> None:
+    tag = "[]"
+    for iteration in [*range(1, 201), 200]:
+        tag = with_table(tag, f"samples/iteration_{iteration:06d}.json")
+    paths = [table["path"] for table in json.loads(tag)]
+    assert len(tag) <= 8000 and len(paths) > 100
+    assert paths == [f"samples/iteration_{iteration:06d}.json" for iteration in range(201 - len(paths), 201)]
+
+
+def test_a_sample_that_is_no_plain_value_is_named(make: Make) -> None:
+    with pytest.raises(TypeError, match=r"samples, column 'ids': tensor\(1\)"):
+        make().log_samples([{"ids": torch.tensor(1)}], iteration=1)
+
+
+def test_checkpoints_are_listed_not_copied(make: Make, tmp_path: Path) -> None:
+    logger = make()
+    paths = ["/runs/a/iteration_000010.ckpt", "/runs/a/iteration_000020.ckpt"]
+    logger.log_checkpoints(paths, latest=paths[1], best=paths[0])
+    listing = json.loads(artifact(logger, "checkpoints.json", tmp_path))
+    assert listing == {"latest": paths[1], "best": paths[0], "kept": paths}
+    tags = stored(logger).data.tags
+    assert tags["checkpoint/latest"] == paths[1] and tags["checkpoint/best"] == paths[0]
+
+
+class Counting(LightningModule):
+    """Logs two metrics per batch and fails where told."""
+
+    def __init__(self, fail: BaseException | None = None) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.weight = torch.nn.Parameter(torch.ones(1))
+        self.fail = fail
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        if self.fail is not None and batch_idx == 2:
+            raise self.fail
+        self.log_dict({"reward/mean": 0.5 * batch_idx, "clock/iteration": batch_idx + 1.0})
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("eval/reward_mean", 0.75, batch_size=1)
+
+
+def trainer(logger: RLMLFlowLogger) -> Trainer:
+    return Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        logger=logger,
+        log_every_n_steps=1,
+        num_sanity_val_steps=0,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+DATA: Any = DataLoader(torch.zeros(4))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_through_the_trainer(make: Make) -> None:
+    logger = make()
+    lightning_trainer, module = trainer(logger), Counting()
+    lightning_trainer.validate(module, DATA, verbose=False)
+    assert stored(logger).info.status == "FINISHED"
+    lightning_trainer.fit(module, DATA, DATA)
+    assert history(logger, "reward/mean") == [(1, 0.0), (2, 0.5), (3, 1.0), (4, 1.5)]
+    assert [value for _, value in history(logger, "eval/reward_mean")] == [0.75, 0.75]
+    assert stored(logger).info.status == "FINISHED"
+    assert lightning_trainer.log_dir == str(logger.run_dir)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_failed_run_says_why_and_a_resumed_one_runs_again(make: Make, tmp_path: Path) -> None:
+    first = make()
+    with pytest.raises(RuntimeError):
+        trainer(first).fit(Counting(RuntimeError("loss is\nnot finite")), DATA)
+    run = stored(first)
+    assert run.info.status == "FAILED" and run.data.tags["failure"] == "RuntimeError: loss is not finite"
+    assert "in training_step" in artifact(first, "failure.txt", tmp_path)
+    second = make(resume_from=tmp_path / "run")
+    second.log_metrics({"my/a": 1.0}, step=1)
+    run = stored(second)
+    assert run.info.status == "RUNNING"
+    assert "failure" not in run.data.tags and run.data.tags["previous_failure"] == "RuntimeError: loss is not finite"
+    second.finalize("success")
+    assert stored(second).info.status == "FINISHED"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_interrupted_run_is_killed(make: Make) -> None:
+    logger = make()
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit):
+            trainer(logger).fit(Counting(KeyboardInterrupt()), DATA)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert stored(logger).info.status == "KILLED"
+
+
+def test_logging_after_the_end_opens_the_run_again(make: Make) -> None:
+    logger = make()
+    logger.log_metrics({"my/a": 1.0}, step=1)
+    logger.finalize("success")
+    assert stored(logger).info.status == "FINISHED"
+    logger.log_metrics({"my/a": 1.0}, step=2)
+    assert stored(logger).info.status == "RUNNING"
+
+
+# --- which run, which store ------------------------------------------------------------------------------------------
+
+
+def test_only_rank_0_writes(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    logger = make()
+    _ = logger.experiment
+    logger.log_metrics({"reward/mean": 1.0}, step=1)
+    logger.log_config({"lr": 1})
+    logger.log_samples([{"a": 1}], 1)
+    logger.finalize("success")
+    assert logger.run_id is None and not logger.run_dir.exists()
+    assert MlflowClient(logger.tracking_uri).get_experiment_by_name("lightning_rlhf") is None
+
+
+def test_the_default_store_is_a_database_with_artifacts_beside_it(make: Make, store: Path, tmp_path: Path) -> None:
+    logger = make(run_name="first try", tags={"purpose": "test"})
+    run = stored(logger)
+    assert logger.tracking_uri == f"sqlite:///{store}/mlflow.db"
+    assert logger.ui_command == f"mlflow ui --backend-store-uri sqlite:///{store}/mlflow.db"
+    assert run.info.artifact_uri.startswith((store / "artifacts").as_uri())
+    assert run.info.run_name == "first try" and run.data.tags["purpose"] == "test"
+    record = RunRecord.read(tmp_path / "run")
+    assert record is not None and record.run_id == logger.run_id and record.starts == 1
+    assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true"
+    assert mlflow.telemetry.get_telemetry_client() is None
+
+
+def test_the_environment_names_the_store_unless_told_otherwise(
+    make: Make, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://localhost:1")
+    assert make().tracking_uri == "http://localhost:1"
+    assert make(tracking_uri=f"sqlite:///{store}/mlflow.db").tracking_uri.startswith("sqlite")
+
+
+def test_a_plain_folder_is_refused(make: Make) -> None:
+    with pytest.raises(ValueError, match=r"tracking_uri = 'file:\./mlruns' is not allowed: .*sqlite:///FILE"):
+        make(tracking_uri="file:./mlruns")
+
+
+def test_a_run_that_does_not_exist_is_refused(make: Make) -> None:
+    with pytest.raises(MlflowException, match="0123456789abcdef"):
+        make(run_id="0123456789abcdef").log_metrics({"my/a": 1.0}, step=1)
+
+
+def test_resuming_a_folder_without_a_run_starts_a_new_one(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="lightning_rlhf"):
+        logger = make(resume_from=tmp_path / "nothing")
+    assert "no MLflow run is recorded" in caplog.text and logger.run_id is not None
+
+
+def test_a_run_whose_creation_lost_its_answer_is_found_again(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = make()
+    create = logger._mlflow_client.create_run
+
+    def lost(*args: Any, **kwargs: Any) -> Any:
+        monkeypatch.setattr(logger._mlflow_client, "create_run", create)
+        create(*args, **kwargs)
+        raise MlflowException("answer lost")
+
+    monkeypatch.setattr(logger._mlflow_client, "create_run", lost)
+    logger.log_metrics({"reward/mean": 1.0}, step=1)
+    assert history(logger, "reward/mean") == [(1, 1.0)]
+    assert logger.experiment_id is not None
+    assert len(MlflowClient(logger.tracking_uri).search_runs([logger.experiment_id])) == 1
+
+
+FRESH = """
+    import sys
+    from lightning_rlhf.reporting import RLMLFlowLogger
+    print("ready", flush=True)
+    sys.stdin.readline()
+    logger = RLMLFlowLogger(sys.argv[1], store_dir=sys.argv[2])
+    logger.log_metrics({"reward/mean": 1.0}, step=1)
+    logger.finalize("success")
+    print(logger.run_id)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_create_one_fresh_store(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", textwrap.dedent(FRESH)]
+    environment = {k: v for k, v in os.environ.items() if k != "MLFLOW_TRACKING_URI"}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    processes = [
+        subprocess.Popen([*command, str(tmp_path / name), str(tmp_path)], text=True, env=environment, **pipes)
+        for name in ("a", "b")
+    ]
+    for process in processes:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    outputs = [process.communicate(timeout=300) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    for output, _ in outputs:
+        run = client.get_run(output.strip())
+        assert run.data.metrics == {"reward/mean": 1.0} and run.info.status == "FINISHED"
+
+
+class Server:
+    """A tracking server of its own in a process group of its own, so that it can be killed and started again."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.folder, self.uri = folder, f"http://127.0.0.1:{self.port}"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port)]
+        command += ["--workers", "1", "--backend-store-uri", f"sqlite:///{self.folder}/server.db"]
+        command += ["--artifacts-destination", str(self.folder / "artifacts")]
+        with (self.folder / "server.log").open("ab") as output:
+            self.process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+        for _ in range(600):
+            try:
+                urllib.request.urlopen(f"{self.uri}/health", timeout=5).read()
+                return
+            except OSError:
+                assert self.process.poll() is None, (self.folder / "server.log").read_text()[-3000:]
+                time.sleep(0.2)
+        raise TimeoutError("the tracking server did not start")
+
+    def kill(self) -> None:
+        if self.process is not None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            self.process = None
+
+
+@pytest.fixture
+def server(tmp_path: Path, fresh_store: Path) -> Iterator[Server]:
+    shutil.copy(fresh_store, tmp_path / "server.db")
+    server = Server(tmp_path)
+    yield server
+    server.kill()
+
+
+@pytest.mark.slow
+def test_a_real_server_that_is_late_and_gets_killed(server: Server, tmp_path: Path) -> None:
+    """Down at the start, up, killed, up again: training never waits, and the store holds each number once."""
+    logger = RLMLFlowLogger(tmp_path / "run", tracking_uri=server.uri, retry_seconds=0.2)
+    logger.log_config({"lr": 1e-4})
+    for step in range(10):
+        logger.log_metrics({"reward/mean": float(step)}, step=step)
+    assert logger.run_id is None
+    server.start()
+    assert logger.flush(60)
+    for step in range(10, 60):
+        logger.log_metrics({"reward/mean": float(step)}, step=step)
+        if step == 30:
+            server.kill()
+    logger.log_samples([{"prompt": "1 + 1"}], iteration=60)
+    assert not logger.flush(60)
+    server.start()
+    logger.finalize("success")
+    assert logger.flush(60)
+    assert history(logger, "reward/mean") == [(step, float(step)) for step in range(60)]
+    run = stored(logger)
+    assert run.info.status == "FINISHED" and run.data.params == {"lr": "0.0001"}
+    assert "1 + 1" in artifact(logger, "samples/iteration_000060.json", tmp_path)
+    assert logger.experiment_id is not None
+    assert len(MlflowClient(server.uri).search_runs([logger.experiment_id])) == 1

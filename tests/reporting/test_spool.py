@@ -1,0 +1,145 @@
+"""The queue on disk and its courier."""
+
+from __future__ import annotations
+
+import math
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_rlhf.reporting import spool as module
+from lightning_rlhf.reporting.spool import Courier, Spool
+
+
+def numbers(spool: Spool) -> list[int]:
+    return [record["n"] for record in spool.pending()]
+
+
+@pytest.fixture
+def spool(tmp_path: Path) -> Spool:
+    spool = Spool(tmp_path / "folder" / "spool.jsonl")
+    for n in range(5):
+        spool.append({"n": n})
+    return spool
+
+
+def test_first_in_first_out(spool: Spool) -> None:
+    assert spool.pending(limit=2) == [{"n": 0}, {"n": 1}]
+    spool.commit(2)
+    spool.append({"n": 5})
+    assert numbers(spool) == [2, 3, 4, 5] and not spool.empty
+
+
+def test_nothing_is_left_on_disk_once_all_is_delivered(spool: Spool) -> None:
+    spool.commit(3)
+    assert spool.path.stat().st_size > 0
+    spool.commit(2)
+    assert spool.empty and spool.path.stat().st_size == 0
+    spool.append({"n": 9})
+    assert numbers(spool) == [9]
+
+
+def test_records_outlive_the_object(spool: Spool) -> None:
+    spool.commit(2)
+    assert numbers(Spool(spool.path)) == [0, 1, 2, 3, 4]  # again, rather than never
+    assert Spool(spool.path.with_name("absent")).empty
+
+
+@pytest.mark.parametrize("rest", [b'{"n": 5', b'{"n": 5}', "ü".encode()[:1]])
+def test_a_line_cut_by_a_crash_is_dropped(spool: Spool, rest: bytes) -> None:
+    with spool.path.open("ab") as file:
+        file.write(rest)
+    again = Spool(spool.path)
+    again.append({"n": 6})
+    assert numbers(again) == [0, 1, 2, 3, 4, 6]
+
+
+def test_numbers_and_texts_survive(tmp_path: Path) -> None:
+    record = {"text": "größer\nzwei Zeilen", "values": {"a": 0.1 + 0.2, "inf": math.inf, "nan": math.nan}}
+    spool = Spool(tmp_path / "spool.jsonl")
+    spool.append(record)
+    (result,) = spool.pending()
+    assert result["text"] == record["text"] and result["values"]["a"] == 0.1 + 0.2
+    assert result["values"]["inf"] == math.inf and math.isnan(result["values"]["nan"])
+
+
+def test_threads_do_not_mix_their_records(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "spool.jsonl")
+
+    def write(start: int) -> None:
+        for n in range(start, start + 50):
+            spool.append({"n": n, "filler": "x" * 1000})
+
+    threads = [threading.Thread(target=write, args=(start,)) for start in (0, 50, 100)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(record["n"] for record in spool.pending()) == list(range(150))
+
+
+def test_the_courier_delivers_in_order_and_only_what_was_taken(spool: Spool) -> None:
+    taken: list[int] = []
+
+    def two_at_a_time(records: list[dict[str, Any]]) -> int:
+        taken.extend(record["n"] for record in records[:2])
+        return min(2, len(records))
+
+    assert Courier({spool: two_at_a_time}, "somewhere", 0.01).flush(30)
+    assert taken == [0, 1, 2, 3, 4]
+
+
+def test_what_failed_is_tried_again_from_there(spool: Spool) -> None:
+    taken: list[float] = []
+
+    def fails_once(records: list[dict[str, Any]]) -> int:
+        if records[0]["n"] == 3 and 3.5 not in taken:
+            taken.append(3.5)
+            raise OSError("away")
+        taken.append(records[0]["n"])
+        return 1
+
+    courier = Courier({spool: fails_once}, "somewhere", 1000.0)
+    assert not courier.flush(30)
+    assert taken == [0, 1, 2, 3.5] and numbers(spool) == [3, 4]
+    assert courier.flush(30)
+    assert taken == [0, 1, 2, 3.5, 3, 4]
+
+
+def test_waits_double_up_to_a_limit(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    done = threading.Event()
+
+    class Condition(threading.Condition):
+        def wait_for(self, predicate: Any, timeout: float | None = None) -> Any:
+            if threading.current_thread().daemon and timeout is not None:
+                waits.append(timeout)
+                if len(waits) < 7:
+                    return True  # as if the time had passed
+                done.set()
+            return super().wait_for(predicate, timeout)
+
+    monkeypatch.setattr(module.threading, "Condition", Condition)
+
+    def away(records: list[dict[str, Any]]) -> int:
+        raise OSError("away")
+
+    Courier({spool: away}, "somewhere", 2.0).wake()
+    assert done.wait(30)
+    assert waits == [2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_spool_that_fails_does_not_hold_up_the_other(tmp_path: Path, failing: int) -> None:
+    spools = [Spool(tmp_path / name) for name in ("a.jsonl", "b.jsonl")]
+    for spool in spools:
+        spool.append({"n": 0})
+
+    def away(records: list[dict[str, Any]]) -> int:
+        raise OSError("away")
+
+    routes = {spool: away if index == failing else len for index, spool in enumerate(spools)}
+    assert not Courier(routes, "somewhere", 1000.0).flush(30)
+    assert [spool.empty for spool in spools] == [index != failing for index in (0, 1)]
