@@ -116,7 +116,7 @@ class _Settings:
     """What the autograd function needs besides tensors."""
 
     compute: torch.dtype
-    """Of the matrix products."""
+    """Of the matrix products, backward too. Autocast, which leaves ``out=`` and in-place products alone, has no say."""
     temperature: float
     softcap: float | None
     chunk_size: int
@@ -135,13 +135,12 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: _Settings
     ) -> tuple[Tensor, Tensor | None]:
-        with torch.autocast(hidden.device.type, enabled=False):  # every dtype is chosen here
-            tiles = _Tiles(hidden, weight, bias, settings)
-            softmax = _RunningSoftmax(tiles)
-            for columns, embedding in tiles.vocabulary():
-                for rows in tiles.tokens():
-                    softmax.absorb(tiles.logits(rows, columns, embedding), rows, labels, columns)
-            logprobs, entropy = softmax.logprobs(), softmax.entropy()
+        tiles = _Tiles(hidden, weight, bias, settings)
+        softmax = _RunningSoftmax(tiles)
+        for columns, embedding in tiles.vocabulary():
+            for rows in tiles.tokens():
+                softmax.absorb(tiles.logits(rows, columns, embedding), rows, labels, columns)
+        logprobs, entropy = softmax.logprobs(), softmax.entropy()
         if settings.entropy == "detached":
             ctx.mark_non_differentiable(entropy)
         ctx.set_materialize_grads(False)
@@ -160,17 +159,16 @@ class _TokenLogprobs(torch.autograd.Function):
         if grad_entropy is not None:
             active |= grad_entropy != 0
         index = active.nonzero()[:, 0]
-        with torch.autocast(hidden.device.type, enabled=False):
-            tiles = _Tiles(hidden[index], weight, bias, ctx.settings)
-            upstream = _Upstream(
-                labels=labels[index],
-                maximum=maximum[index],
-                total=total[index],
-                logprobs=incoming[index] / ctx.settings.temperature,
-                entropies=None if grad_entropy is None else grad_entropy[index] / ctx.settings.temperature,
-                entropy=None if grad_entropy is None else entropy[index],
-            )
-            grad_active, grad_weight, grad_bias = _backward(tiles, upstream, ctx.needs_input_grad[:3])
+        tiles = _Tiles(hidden[index], weight, bias, ctx.settings)
+        upstream = _Upstream(
+            labels=labels[index],
+            maximum=maximum[index],
+            total=total[index],
+            logprobs=incoming[index] / ctx.settings.temperature,
+            entropies=None if grad_entropy is None else grad_entropy[index] / ctx.settings.temperature,
+            entropy=None if grad_entropy is None else entropy[index],
+        )
+        grad_active, grad_weight, grad_bias = _backward(tiles, upstream, ctx.needs_input_grad[:3])
         grad_hidden = None
         if grad_active is not None:
             grad_hidden = torch.zeros_like(hidden).index_copy_(0, index, grad_active.to(hidden.dtype))
@@ -382,13 +380,13 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, 
     if not (hidden.is_floating_point() and weight.is_floating_point()):
         raise ValueError(f"hidden is {hidden.dtype}, weight {weight.dtype}: floating-point dtypes are allowed")
     if weight.ndim != 2 or hidden.ndim < 1 or hidden.shape[-1] != weight.shape[1]:
-        raise ValueError(f"hidden {_shape(hidden)} and weight {_shape(weight)}: allowed are [..., H] and [V, H]")
+        raise ValueError(f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}: [..., H], [V, H] are allowed")
     if labels.shape != hidden.shape[:-1]:
-        raise ValueError(f"labels {_shape(labels)}: one per hidden state is allowed, that is {_shape(hidden[..., 0])}")
+        raise ValueError(f"labels {tuple(labels.shape)}: one per hidden state, {tuple(hidden.shape[:-1])}, is allowed")
     if labels.is_floating_point() or labels.dtype == torch.bool:
         raise ValueError(f"labels are {labels.dtype}: integer token ids are allowed")
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias {_shape(bias)}: allowed is one per row of weight, that is {_shape(weight[:, 0])}")
+        raise ValueError(f"bias {tuple(bias.shape)}: one number per row of weight, {weight.shape[0]}, is allowed")
     if not (math.isfinite(settings.temperature) and settings.temperature > 0):
         raise ValueError(f"temperature={settings.temperature}: a finite number > 0 is allowed (1 for greedy sampling)")
     if settings.softcap is not None and not (math.isfinite(settings.softcap) and settings.softcap > 0):
@@ -397,7 +395,3 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, 
         raise ValueError(f"chunk_size={settings.chunk_size}: at least one token is allowed")
     if settings.entropy not in get_args(EntropyMode):
         raise ValueError(f"entropy={settings.entropy!r}: allowed are {', '.join(map(repr, get_args(EntropyMode)))}")
-
-
-def _shape(tensor: Tensor) -> list[int]:
-    return list(tensor.shape)

@@ -1,0 +1,167 @@
+"""From a checked configuration to the objects of a run; every failure here names the block that asked for it."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from lightning import Callback, Trainer, seed_everything
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.loggers import Logger
+
+from lightning_rlhf.checkpoint import RNGState, latest_valid
+from lightning_rlhf.data import PromptDataModule
+from lightning_rlhf.locate import locate
+from lightning_rlhf.models import LoadedModel
+from lightning_rlhf.module import ActorCriticModule
+from lightning_rlhf.schema import InputError
+
+
+@dataclass
+class Parts:
+    """What a run trains, on what."""
+
+    loaded: LoadedModel
+    datamodule: PromptDataModule
+    module: ActorCriticModule
+
+
+def assemble(config: dict[str, Any], *, warm_up: bool = True) -> Parts:
+    """Build model, data, rollout engine, reward and module, in this order, from a fixed seed.
+
+    Args:
+        config: plain containers, as :func:`lightning_rlhf.schema.check` returns them.
+        warm_up: run the configured supervised warm-up; not needed where a checkpoint's weights are loaded.
+
+    Raises:
+        InputError: a block cannot be built as configured.
+    """
+    if config["threads"] is not None:
+        torch.set_num_threads(config["threads"])
+    seed_everything(config["seed"], verbose=False)
+    iterations, seed = config["iterations"], config["seed"]
+    with building("model.source"):
+        loaded = make(config["model"]["source"])
+    with building("data"):
+        datamodule = make(config["data"], tokenizer=loaded.tokenizer, iterations=iterations, seed=seed)
+        datamodule.setup("fit")
+    if config.get("warmup") and warm_up:
+        with building("warmup"):
+            make(config["warmup"], loaded=loaded, datamodule=datamodule, seed=seed)
+    with building("model.policy"):
+        policy = make(config["model"]["policy"], loaded=loaded)
+    with building("rollout"):
+        engine = make(config["rollout"])
+    with building("reward"):
+        reward = make(_functions_as_objects(config["reward"]))
+        reward.check_rows(prompt.row for prompt in [*datamodule.train_prompts, *datamodule.validation_prompts])
+    with building("module"):
+        objects = {"policy": policy, "engine": engine, "reward": reward, "iterations": iterations, "seed": seed}
+        module = make(config["module"], **objects)
+    module.run_config = config
+    return Parts(loaded, datamodule, module)
+
+
+def make_trainer(config: Mapping[str, Any], *, train: bool = True) -> Trainer:
+    """The Trainer with its logger and callbacks.
+
+    Args:
+        config: plain containers, as :func:`lightning_rlhf.schema.check` returns them.
+        train: with the configured callbacks and logger; without them for an evaluation.
+    """
+    callbacks: list[Callback] = []
+    logger: Logger | bool = False
+    if train:
+        # Always there: without it a resumed run would not continue bit for bit.
+        callbacks.append(RNGState())
+        for name, block in (config["callbacks"] or {}).items():
+            if block is not None:
+                with building(f"callbacks.{name}"):
+                    callbacks.append(make(block))
+        if config.get("logger"):
+            with building("logger"):
+                logger = make(config["logger"])
+    with building("trainer"):
+        return make(
+            config["trainer"],
+            callbacks=callbacks,
+            logger=logger,
+            default_root_dir=config["output_dir"],
+            # The run's length is `iterations`, the number of batches that the data module hands out.
+            max_epochs=1,
+            val_check_interval=config["evaluate_every"] or config["iterations"] + 1,
+            check_val_every_n_epoch=None,
+            num_sanity_val_steps=0,
+            log_every_n_steps=1,
+            use_distributed_sampler=False,
+            enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
+        )
+
+
+def find_checkpoint(place: str) -> Path:
+    """The checkpoint file that ``place`` names: a file, a folder of checkpoints, or a run's folder.
+
+    Raises:
+        InputError: there is no whole checkpoint.
+    """
+    path = Path(place).expanduser()
+    if path.is_file():
+        return path
+    found = latest_valid(path / "checkpoints") or latest_valid(path)
+    if found is None:
+        what = "holds no whole checkpoint" if path.is_dir() else "does not exist"
+        raise InputError(f"checkpoint = {place!r} {what}; a .ckpt file or the output folder of a run is allowed")
+    return found
+
+
+def load_checkpoint(place: str) -> tuple[Path, dict[str, Any]]:
+    """Path and content of the checkpoint that ``place`` names, see :func:`find_checkpoint`.
+
+    Raises:
+        InputError: there is none, it is damaged, or it was not written by a run of this package.
+    """
+    path = find_checkpoint(place)
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise InputError(f"checkpoint = {str(path)!r} cannot be read: {str(error).splitlines()[0]}") from error
+    if not isinstance(content, dict) or not content.get("lightning_rlhf", {}).get("run_config"):
+        raise InputError(f"checkpoint = {str(path)!r} holds no configuration: `lightning-rlhf train` did not write it")
+    return path, content
+
+
+def make(node: Mapping[str, Any], **objects: Any) -> Any:
+    """Instantiate a ``_target_`` block; ``objects`` are handed over as they are, never copied into a config."""
+    return instantiate(dict(node), _partial_=True, _convert_="all")(**objects)
+
+
+@contextmanager
+def building(block: str) -> Iterator[None]:
+    """Whatever a constructor raises becomes one message that names the block of the configuration it was given."""
+    try:
+        yield
+    except Exception as error:
+        cause = error.__cause__ if isinstance(error, InstantiationException) and error.__cause__ else error
+        expected = isinstance(cause, (ValueError, OSError, ImportError))
+        text = str(cause) if expected else f"{type(cause).__name__}: {cause}"
+        raise InputError(text if text.startswith(block) else f"{block}: {text}") from error
+
+
+def _functions_as_objects(node: Any) -> Any:
+    """Reward blocks whose ``_target_`` is a plain function: the function itself is the reward, it is not called."""
+    if isinstance(node, list):
+        return [_functions_as_objects(item) for item in node]
+    if not isinstance(node, Mapping):
+        return node
+    block = {name: _functions_as_objects(value) for name, value in node.items()}
+    if "_target_" in block and inspect.isfunction(locate(block["_target_"])):
+        block.setdefault("_partial_", True)
+    return block

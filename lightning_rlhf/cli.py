@@ -1,0 +1,235 @@
+"""The front door: ``lightning-rlhf train | eval | export``. Nothing heavy is imported before a verb needs it."""
+
+from __future__ import annotations
+
+import importlib.resources
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from lightning_rlhf import __version__
+from lightning_rlhf.noise import log_once, quiet
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+USAGE = """\
+lightning-rlhf {version}: reinforcement learning of language models
+
+  lightning-rlhf train  [key=value ...]                           train; without arguments, the quickstart
+  lightning-rlhf eval   checkpoint=RUN_OR_FILE [key=value ...]    score held-out prompts with a checkpoint
+  lightning-rlhf export checkpoint=RUN_OR_FILE output=FOLDER      write a Hugging Face folder (force=true overwrites)
+
+examples
+  lightning-rlhf train iterations=100 module.loss.clip_high=0.28
+  lightning-rlhf train experiment=smollm2_arithmetic
+  lightning-rlhf train data=jsonl data.train.path=prompts.jsonl callbacks.kl_early_stop=null
+  lightning-rlhf train --multirun seed=1,2,3
+  lightning-rlhf train --config-dir my_configs callbacks=mine     configs from a folder of your own
+  lightning-rlhf train +callbacks.mine._target_=my_file.Mine      classes from the current folder
+
+{groups}
+
+train also takes Hydra's flags: --cfg job (print the configuration), --info, --multirun, --config-dir, --hydra-help.
+A full traceback of every error: HYDRA_FULL_ERROR=1
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb.
+
+    Returns:
+        The exit code: 0, 2 for input that cannot work (said on one screen), 1 for any other failure.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] in ("help", "-h", "--help") or {"-h", "--help"} & set(arguments[1:]):
+        print(help_text())
+        return 0
+    if arguments[0] == "--version":
+        print(__version__)
+        return 0
+    verbs: dict[str, Callable[[list[str]], None]] = {"train": _train, "eval": _eval, "export": _export}
+    verb, rest = arguments[0], arguments[1:]
+    if verb not in verbs:
+        print(f"lightning-rlhf: no verb {verb!r}; there are: {', '.join(verbs)}. See --help.", file=sys.stderr)
+        return 2
+    # A console script leaves the current folder out; users keep their callbacks and rewards there.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    with quiet(), _full_errors() as wanted:
+        return _run(verbs[verb], rest, wanted)
+
+
+def _run(verb: Callable[[list[str]], None], arguments: list[str], full_errors: bool) -> int:
+    from hydra.errors import HydraException
+
+    from lightning_rlhf.schema import InputError
+
+    try:
+        verb(arguments)
+    except (InputError, HydraException) as error:
+        if full_errors:
+            traceback.print_exc()
+        print(_one_screen(error), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("lightning-rlhf: interrupted", file=sys.stderr)
+        return 1
+    return 0
+
+
+def help_text() -> str:
+    """The verbs, examples, and every configuration group with its options."""
+    groups = _groups()
+    width = max(len(name) for name in groups)
+    lines = [f"  {name:<{width}}  {', '.join(options)}" for name, options in groups.items()]
+    return USAGE.format(version=__version__, groups="groups (group=option)\n" + "\n".join(lines))
+
+
+def _groups() -> dict[str, list[str]]:
+    root = importlib.resources.files("lightning_rlhf.conf")
+    folders = sorted((e for e in root.iterdir() if e.is_dir() and not e.name.startswith("_")), key=lambda e: e.name)
+    return {
+        folder.name: sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml"))
+        for folder in folders
+    }
+
+
+# --- verbs -----------------------------------------------------------------------------------------------------------
+
+
+def _train(arguments: list[str]) -> None:
+    import hydra
+
+    from lightning_rlhf.schema import InputError
+    from lightning_rlhf.searchpath import register
+
+    refused: list[InputError] = []
+
+    @hydra.main(version_base="1.3", config_path="pkg://lightning_rlhf.conf", config_name="train")
+    def run(config: DictConfig) -> Any:
+        from lightning_rlhf.train import train
+
+        log_once()
+        try:
+            return train(config)
+        except InputError as error:
+            refused.append(error)  # raised below: Hydra would print all overrides before the message
+
+    register()
+    # Hydra's parser stops reading overrides at a flag behind one; flags first, both kinds in their order.
+    flags = [word for word in arguments if word.startswith("-") or not ("=" in word or word.startswith("~"))]
+    with _argv(["lightning-rlhf", *flags, *(word for word in arguments if word not in flags)]):
+        run()
+    if refused:
+        raise refused[0]
+
+
+def _eval(arguments: list[str]) -> None:
+    options, overrides = _options(arguments, required=["checkpoint"])
+    from lightning_rlhf.evaluate import evaluate_checkpoint
+
+    evaluate_checkpoint(options["checkpoint"], overrides)
+
+
+def _export(arguments: list[str]) -> None:
+    options, overrides = _options(arguments, required=["checkpoint", "output"], optional=["force"])
+    from lightning_rlhf.export import export_checkpoint
+    from lightning_rlhf.schema import InputError
+
+    force = options.get("force", "false").lower()
+    if force not in ("true", "false"):
+        raise InputError(f"force = {force!r} is not allowed: true or false")
+    if overrides:
+        raise InputError(f"export takes checkpoint=, output= and force=, not {overrides[0]!r}")
+    folder = export_checkpoint(options["checkpoint"], options["output"], force=force == "true")
+    print(f"exported to {folder}; load it with AutoModelForCausalLM.from_pretrained({str(folder)!r})")
+
+
+def _options(
+    arguments: list[str], required: list[str], optional: Sequence[str] = ()
+) -> tuple[dict[str, str], list[str]]:
+    """The verb's own ``key=value`` arguments, and the others."""
+    from lightning_rlhf.schema import InputError
+
+    options: dict[str, str] = {}
+    overrides: list[str] = []
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not equals:
+            raise InputError(f"{argument!r} is not allowed: arguments are written key=value")
+        if key in (*required, *optional):
+            options[key] = value
+        else:
+            overrides.append(argument)
+    missing = [key for key in required if not options.get(key)]
+    if missing:
+        raise InputError(f"{missing[0]}=... is missing")
+    return options, overrides
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+def _one_screen(error: Exception) -> str:
+    from hydra.errors import OverrideParseException
+
+    from lightning_rlhf.schema import ConfigError, InputError, shipped_keys
+    from lightning_rlhf.spelling import hint
+
+    hidden = "(full traceback: HYDRA_FULL_ERROR=1)"
+    if isinstance(error, ConfigError):
+        count = len(error.problems)
+        return f"The configuration cannot work ({count} problem{'s' * (count > 1)}); nothing was started.\n\n{error}\n"
+    if isinstance(error, InputError):
+        return f"{error}\n{hidden}\n"
+    text = str(error)
+    if isinstance(error, OverrideParseException):
+        return f"{error.override!r} cannot be read: {text.splitlines()[0]}\n{hidden}\n"
+    key = re.search(r"Could not override '([^']+)'", text)
+    if key:
+        text = f"there is no key {key[1]!r}"
+        near = hint(key[1], shipped_keys())
+        text += f"; {near}" if near else ""
+        return f"{text}\nA key of your own is added with +{key[1]}=...; every key: lightning-rlhf train --cfg job\n"
+    option = re.search(r"Could not find '([^/']+)/([^']+)'", text)
+    if option:
+        options = _groups().get(option[1], [])
+        near = hint(option[2], options)
+        return (
+            f"there is no {option[1]}={option[2]}" + (f"; {near}" if near else "") + f"\n"
+            f"Options of {option[1]}: {', '.join(options) or 'none (there is no such group)'}\n"
+        )
+    return f"{text}\n{hidden}\n"
+
+
+@contextmanager
+def _full_errors() -> Iterator[bool]:
+    """Let exceptions through Hydra (it prints and exits otherwise); yields whether the user asked for tracebacks."""
+    before = os.environ.get("HYDRA_FULL_ERROR")
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield before == "1"
+    finally:
+        if before is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = before
+
+
+@contextmanager
+def _argv(arguments: list[str]) -> Iterator[None]:
+    """Hydra reads ``sys.argv``."""
+    before, sys.argv = sys.argv, arguments
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+if __name__ == "__main__":
+    sys.exit(main())

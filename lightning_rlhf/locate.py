@@ -1,0 +1,38 @@
+"""From a dotted import path to the class or function, or a sentence that says why there is none."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from difflib import get_close_matches
+from typing import Any
+
+
+def locate(path: Any) -> Any:
+    """The class or function at a dotted import path.
+
+    Raises:
+        LookupError: it cannot be imported; says why: an unknown name (and the nearest one), a package that is not
+            installed, or an error in the file.
+    """
+    if not isinstance(path, str) or not re.fullmatch(r"\w+(\.\w+)+", path):
+        raise LookupError("the import path of a class or function, such as my_file.MyReward")
+    parts = path.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        name = ".".join(parts[:length])
+        try:
+            found = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+                continue  # it may be a class, and its attribute is wanted
+            raise LookupError(f"{name} needs the package {error.name}, which is not installed") from error
+        except Exception as error:  # the user's file runs here and may raise anything
+            raise LookupError(f"{name} cannot be imported: {type(error).__name__}: {error}") from error
+        for attribute in parts[length:]:
+            if not hasattr(found, attribute):
+                near = get_close_matches(attribute, [n for n in dir(found) if not n.startswith("_")], n=1, cutoff=0.5)
+                guess = f"; did you mean {name}.{near[0]}?" if near else ""
+                raise LookupError(f"{name} has no {attribute!r}{guess}")
+            found, name = getattr(found, attribute), f"{name}.{attribute}"
+        return found
+    raise LookupError(f"there is no module {parts[0]!r}; is it in the current folder, installed, or on PYTHONPATH?")

@@ -1,0 +1,58 @@
+"""Messages of other libraries that tell the user of an ordinary run nothing; each is silenced by its own words."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+LOG_MESSAGES = (
+    "GPU available: False",
+    "TPU available: False",
+    "HPU available: False",
+    "💡 Tip:",
+    # What is loaded is loaded with weights_only=True; this is about the checkpoint hooks of a fit without a checkpoint.
+    "`weights_only` was not set",
+    # The whole run is one epoch; `iterations` is its length.
+    "`Trainer.fit` stopped: `max_epochs=1` reached",
+)
+"""Beginnings of log records."""
+
+LOGGERS = ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch.trainer.connectors.checkpoint_connector")
+
+WARNINGS = (
+    # Lightning's own use of a PyTorch function.
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",
+    # The frozen reference model is meant to be.
+    r"Found \d+ module\(s\) in eval mode at the start of training",
+    # Prompts are tokenised once; a data loader with worker processes would gain nothing.
+    r"The '\w+_dataloader' does not have many workers",
+)
+"""Regular expressions for the beginnings of warnings."""
+
+
+class _Unimportant(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(LOG_MESSAGES)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence the messages above inside."""
+    unimportant = _Unimportant()
+    for name in LOGGERS:
+        logging.getLogger(name).addFilter(unimportant)
+    try:
+        with warnings.catch_warnings():
+            for message in WARNINGS:
+                warnings.filterwarnings("ignore", message=message)
+            yield
+    finally:
+        for name in LOGGERS:
+            logging.getLogger(name).removeFilter(unimportant)
+
+
+def log_once() -> None:
+    """Leave Lightning's records to the root logger's handlers, which Hydra sets up; its own would show them twice."""
+    logging.getLogger("lightning").handlers.clear()

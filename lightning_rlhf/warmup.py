@@ -1,0 +1,207 @@
+"""Supervised warm-up: a freshly built model learns the task's format before PPO, so that some answers earn a reward."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from lightning_rlhf import __version__
+from lightning_rlhf.data import Prompt, PromptDataModule
+from lightning_rlhf.models import LoadedModel, fingerprint
+
+log = logging.getLogger(__name__)
+
+IGNORE = -100
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """What the warm-up came to.
+
+    Attributes:
+        steps: optimiser steps taken.
+        loss: mean loss of the last step, nats per answer token.
+        cached: whether the weights came from the cache.
+        path: the cache file.
+    """
+
+    steps: int
+    loss: float
+    cached: bool
+    path: Path
+
+
+def warm_up(
+    loaded: LoadedModel,
+    datamodule: PromptDataModule,
+    *,
+    steps: int,
+    batch_size: int,
+    lr: float,
+    target: float | None = None,
+    answer_field: str = "answer",
+    cache_dir: str | Path | None = None,
+    seed: int = 0,
+) -> WarmUp:
+    """Fine-tune on the training prompts and their answers, in place, or take the result of an earlier call.
+
+    Only the tokens of the answer and the end token count in the loss. The held-out split is never touched. The same
+    arguments give the same weights, trained or cached, and the global random state is left as it was.
+
+    Args:
+        loaded: model and tokenizer; the model's weights are changed.
+        datamodule: gives the training prompts.
+        steps: optimiser steps at most.
+        batch_size: rows per step.
+        lr: peak learning rate of AdamW; it decays to 0 on a cosine over ``steps``.
+        target: stop as soon as the mean loss of a step is below this; ``None`` runs all steps.
+        answer_field: column of the answer.
+        cache_dir: folder of the cache; ``None`` is ``$LIGHTNING_RLHF_CACHE`` or ``~/.cache/lightning_rlhf``.
+        seed: of the order of the rows.
+
+    Raises:
+        ValueError: a setting is out of range, or a training row has no answer.
+    """
+    for name, value in (("steps", steps), ("batch_size", batch_size), ("lr", lr), ("target", target)):
+        if value is not None and not value > 0:
+            raise ValueError(f"warmup.{name} = {value!r} is not allowed: a number > 0")
+    rows = encode(datamodule.train_prompts, loaded, answer_field)
+    settings = {"steps": steps, "batch_size": batch_size, "lr": lr, "target": target, "seed": seed}
+    path = cache_folder(cache_dir) / f"warmup-{cache_key(loaded.lm, rows, settings)}.safetensors"
+    found = _load(loaded.lm, path)
+    if found is not None:
+        log.info("warm-up: %d steps, loss %.3f (cached in %s)", found.steps, found.loss, path)
+        return found
+    taken, loss = fit(loaded.lm, rows, steps=steps, batch_size=batch_size, lr=lr, target=target, seed=seed)
+    _save(loaded.lm, path, taken, loss)
+    log.info("warm-up: %d steps, loss %.3f (kept in %s)", taken, loss, path)
+    return WarmUp(taken, loss, cached=False, path=path)
+
+
+def encode(prompts: Sequence[Prompt], loaded: LoadedModel, answer_field: str) -> list[tuple[list[int], int]]:
+    """Token ids of prompt, answer and end token, and the prompt's length, of each row."""
+    answers = []
+    for prompt in prompts:
+        answer = prompt.row.get(answer_field)
+        if not isinstance(answer, str) or not answer:
+            raise ValueError(
+                f"warmup.answer_field = {answer_field!r}: the row of {prompt.text[:40]!r} has no such text"
+            )
+        answers.append(answer)
+    encoded = loaded.tokenizer(answers, add_special_tokens=False)["input_ids"]
+    end = loaded.tokenizer.eos_token_id
+    return [([*p.ids, *ids, end], len(p.ids)) for p, ids in zip(prompts, encoded, strict=True)]
+
+
+def fit(
+    lm: PreTrainedModel,
+    rows: Sequence[tuple[list[int], int]],
+    *,
+    steps: int,
+    batch_size: int,
+    lr: float,
+    target: float | None,
+    seed: int,
+) -> tuple[int, float]:
+    """Train ``lm`` in place; returns the steps taken and the mean loss of the last one."""
+    optimizer = torch.optim.AdamW([p for p in lm.parameters() if p.requires_grad], lr=lr, weight_decay=0.0)
+    generator = torch.Generator().manual_seed(seed)
+    order: list[int] = []
+    loss = math.inf
+    step = 0
+    training = lm.training
+    lm.train()
+    while step < steps and (target is None or loss >= target):
+        while len(order) < batch_size:
+            order += torch.randperm(len(rows), generator=generator).tolist()
+        chosen, order = order[:batch_size], order[batch_size:]
+        for group in optimizer.param_groups:
+            group["lr"] = lr * 0.5 * (1 + math.cos(math.pi * step / steps))
+        loss_tensor = answer_loss(lm, [rows[index] for index in chosen])
+        loss_tensor.backward()
+        torch.nn.utils.clip_grad_norm_(lm.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        loss = loss_tensor.item()
+        step += 1
+    lm.train(training)
+    return step, loss
+
+
+def answer_loss(lm: PreTrainedModel, rows: Sequence[tuple[list[int], int]]) -> Tensor:
+    """Mean cross-entropy (nats) over the tokens behind each row's prompt; rows are padded on the right."""
+    width = max(len(ids) for ids, _ in rows)
+    ids = torch.zeros(len(rows), width, dtype=torch.long, device=lm.device)
+    labels = torch.full_like(ids, IGNORE)
+    mask = torch.zeros_like(ids)
+    for row, (tokens, prompt_length) in enumerate(rows):
+        ids[row, : len(tokens)] = torch.tensor(tokens)
+        labels[row, prompt_length : len(tokens)] = torch.tensor(tokens[prompt_length:])
+        mask[row, : len(tokens)] = 1
+    logits = lm(input_ids=ids, attention_mask=mask).logits[:, :-1]
+    return functional.cross_entropy(logits.float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE)
+
+
+# --- cache -----------------------------------------------------------------------------------------------------------
+
+
+def cache_folder(folder: str | Path | None = None) -> Path:
+    """The configured folder, ``$LIGHTNING_RLHF_CACHE``, or ``~/.cache/lightning_rlhf``."""
+    return Path(folder or os.environ.get("LIGHTNING_RLHF_CACHE") or "~/.cache/lightning_rlhf").expanduser()
+
+
+def cache_key(lm: PreTrainedModel, rows: Sequence[tuple[list[int], int]], settings: Mapping[str, Any]) -> str:
+    """Hash of everything the outcome depends on: initial weights and architecture, rows, settings, package version."""
+    digest = hashlib.sha256()
+    parts = [lm.config.to_json_string(), fingerprint(lm), json.dumps(rows), json.dumps(dict(settings), sort_keys=True)]
+    for part in [*parts, __version__]:
+        digest.update(part.encode() + b"\n")
+    return digest.hexdigest()[:24]
+
+
+def _save(lm: PreTrainedModel, path: Path, steps: int, loss: float) -> None:
+    """Write beside the target and rename: two processes at once both leave a whole file, and the same one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    metadata = {"steps": str(steps), "loss": repr(loss), "fingerprint": fingerprint(lm)}
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    try:
+        save_file({n: p.detach().contiguous() for n, p in lm.named_parameters()}, partial, metadata)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@torch.no_grad()
+def _load(lm: PreTrainedModel, path: Path) -> WarmUp | None:
+    """Fill ``lm`` from the cache; ``None`` if there is no file, or a broken one (with a warning)."""
+    if not path.exists():
+        return None
+    parameters = dict(lm.named_parameters())
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata()
+            for name, parameter in parameters.items():
+                parameter.copy_(file.get_tensor(name))
+        if fingerprint(lm) != metadata["fingerprint"]:
+            raise ValueError("its weights are not those that were written")
+        return WarmUp(int(metadata["steps"]), float(metadata["loss"]), cached=True, path=path)
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        log.warning("warm-up: the cache file %s cannot be used (%s) and is made anew", path, error)
+        for name, parameter in parameters.items():
+            parameter.copy_(before[name])
+        return None

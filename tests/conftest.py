@@ -1,0 +1,54 @@
+"""What all tests share: no network, no tracking of usage, composed configurations, and tiny overrides for real runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+# The progress bars and colours of a terminal make the captured output of sub-processes hard to compare.
+os.environ.setdefault("COLUMNS", "200")
+
+
+@pytest.fixture
+def compose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable]:
+    """``compose("key=value", ...)``: the shipped configuration with overrides, run and written in ``tmp_path``."""
+    import hydra
+    from omegaconf import DictConfig
+
+    monkeypatch.chdir(tmp_path)
+    with hydra.initialize_config_module("lightning_rlhf.conf", version_base="1.3"):
+
+        def _compose(*overrides: str, name: str = "train") -> DictConfig:
+            return hydra.compose(name, overrides=[f"output_dir={tmp_path}", *overrides])
+
+        yield _compose
+
+
+@pytest.fixture
+def tiny_run(tmp_path: Path) -> list[str]:
+    """Overrides that make an experiment one iteration of seconds."""
+    return [
+        "iterations=1",
+        "threads=1",
+        "warmup=none",
+        "data.prompts_per_iteration=4",
+        "module.update.minibatch_size=4",
+        "module.update.epochs=1",
+        "trainer.enable_progress_bar=false",
+    ]
+
+
+@pytest.fixture
+def experience():
+    """Experience of one small rollout: 8 prompts x 2 samples, scored, with advantages."""
+    from tests.support import Recorder, fit, tiny_module
+
+    recorder = Recorder()
+    fit(tiny_module(iterations=1, update={"epochs": 1, "minibatch_size": 16}), [recorder])
+    return recorder.of("on_experience_ready")[0][0]

@@ -1,0 +1,373 @@
+"""The front door: verbs, exit codes, one-screen errors, and configs, callbacks and rewards from a user's own folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import warnings
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_rlhf import __version__, cli
+
+TINY_MODEL = ["model.source.hidden_size=32", "model.source.layers=1", "model.source.heads=2"]
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder outside the repository, as the current one."""
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    return folder
+
+
+@pytest.fixture
+def run_tiny(elsewhere: Path, tiny_run: list[str]):
+    """``run_tiny("key=value", ...)``: exit code of a training of one iteration in ``elsewhere/run``."""
+
+    def run(*overrides: str) -> int:
+        return cli.main(["train", "hydra.run.dir=run", "logger=none", *tiny_run, *TINY_MODEL, *overrides])
+
+    return run
+
+
+def one_screen(text: str) -> bool:
+    lines = text.strip().splitlines()
+    return "Traceback" not in text and 0 < len(lines) <= 24 and max(map(len, lines)) < 500
+
+
+# --- help and verbs --------------------------------------------------------------------------------------------------
+
+
+def test_help_names_verbs_examples_and_groups(capsys):
+    for arguments in ([], ["--help"], ["-h"], ["help"], ["train", "--help"], ["eval", "-h"]):
+        assert cli.main(arguments) == 0
+        text = capsys.readouterr().out
+        for word in ("train", "eval", "export", "--multirun", "--cfg job", "experiment=smollm2_arithmetic"):
+            assert word in text
+        assert re.search(r"^  model +hf, hf_lora, smollm2, tiny$", text, re.MULTILINE)
+        assert re.search(r"^  callbacks .*kl_early_stop", text, re.MULTILINE)
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys; from lightning_rlhf import cli; cli.main(['--help']); "
+        "sys.exit(' '.join({'torch', 'lightning', 'transformers', 'hydra', 'mlflow'} & set(sys.modules)) or 0)"
+    )
+    root = Path(cli.__file__).parents[1]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == __version__
+
+
+def test_unknown_verb(capsys):
+    assert cli.main(["trian"]) == 2
+    assert "no verb 'trian'; there are: train, eval, export" in capsys.readouterr().err
+
+
+def test_cfg_job_prints_and_starts_nothing(elsewhere, capsys):
+    assert cli.main(["train", "--cfg", "job", "module.loss.clip_low=0.11"]) == 0
+    assert "clip_low: 0.11" in capsys.readouterr().out
+    assert list(elsewhere.iterdir()) == []
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+OVERRIDES = {
+    "misspelt key": (["module.loss.clip_hihg=0.3"], "did you mean module.loss.clip_high?"),
+    "misspelt block": (["modul.loss.clip_high=0.3"], "did you mean module.loss.clip_high?"),
+    "key without its path": (["clip_low=0.3"], "did you mean module.loss.clip_low?"),
+    "key of veRL": (["algorithm.gamma=0.9"], "here it is called module.advantage.gamma"),
+    "key of TRL": (["learning_rate=1e-5"], "here it is called module.actor.lr"),
+    "unknown option": (["model=tinny"], "there is no model=tinny; did you mean tiny?"),
+    "unknown experiment": (["experiment=quikstart"], "did you mean quickstart?"),
+    "no value": (["seed"], "seed"),
+    "unparsable": (["+x=["], "+x=["),
+    "unknown folder of configs": (["--config-dir", "nowhere"], "nowhere"),
+}
+
+
+@pytest.mark.parametrize(("overrides", "words"), OVERRIDES.values(), ids=OVERRIDES.keys())
+def test_bad_override(elsewhere, capsys, overrides, words):
+    assert cli.main(["train", *overrides]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert one_screen(error), error
+    assert "HYDRA_FULL_ERROR" not in os.environ
+
+
+def lines(*rows: object) -> str:
+    return "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+
+
+GOOD = {"prompt": "1+1=", "answer": "2"}
+FROM_FILE = ["data=jsonl", "data.train.path=rows.jsonl"]
+
+INPUTS = {
+    "negative clip range": (None, ["module.loss.clip_low=-0.2"], ["module.loss.clip_low = -0.2", "a number > 0"]),
+    "missing data file": (None, ["data=jsonl", "data.train.path=no.jsonl"], ["data.train.path", "no.jsonl"]),
+    "malformed line": (lines(GOOD, GOOD, '{"prompt": '), FROM_FILE, ["rows.jsonl:3", "JSON"]),
+    "row without prompt": (lines(GOOD, {"question": "?"}), FROM_FILE, ["rows.jsonl:2", "no prompt", "question"]),
+    "row without answer": (lines(GOOD, {"prompt": "1+2="}), FROM_FILE, ["rows.jsonl:2", "answer"]),
+    "prompts all too long": (
+        lines(GOOD, GOOD),
+        [*FROM_FILE, "data.max_prompt_tokens=2"],
+        ["all 2 prompts are longer than data.max_prompt_tokens = 2"],
+    ),
+    "micro-batch larger than minibatch": (
+        None,
+        ["module.update.micro_batch_size=64"],
+        ["module.update.micro_batch_size = 64", "module.update.minibatch_size = 4"],
+    ),
+    "unknown reward": (
+        None,
+        ["reward.terms.exact_match.reward._target_=lightning_rlhf.rewards.ExactMach"],
+        ["ExactMach", "did you mean lightning_rlhf.rewards.ExactMatch?"],
+    ),
+    "bad argument of a reward": (
+        None,
+        ["+reward.terms.form.reward={_target_: lightning_rlhf.rewards.RegexMatch, pattern: '('}"],
+        ["reward", "not a regular expression"],
+    ),
+    "trainer's own clipping": (None, ["+trainer.gradient_clip_val=1"], ["module.actor.clip_norm"]),
+    "no such checkpoint": (None, ["resume=nowhere"], ["nowhere", "does not exist"]),
+    "model that cannot be built": (None, ["model.source.heads=3"], ["heads = 3"]),
+    "unknown accelerator": (None, ["trainer.accelerator=abacus"], ["trainer", "abacus"]),
+}
+
+
+@pytest.mark.parametrize(("content", "overrides", "words"), INPUTS.values(), ids=INPUTS.keys())
+def test_bad_input_is_one_screen(elsewhere, run_tiny, capsys, content, overrides, words):
+    if content is not None:
+        (elsewhere / "rows.jsonl").write_text(content, encoding="utf-8")
+    assert run_tiny(*overrides) == 2
+    error = capsys.readouterr().err
+    for word in words:
+        assert word in error
+    assert one_screen(error), error
+    assert not (elsewhere / "run" / "checkpoints").exists(), "nothing was trained"
+
+
+def test_full_traceback_on_request(run_tiny, capsys, monkeypatch):
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    assert run_tiny("model.source.heads=3") == 2
+    assert "Traceback" in capsys.readouterr().err
+    assert os.environ["HYDRA_FULL_ERROR"] == "1"
+
+
+def test_a_failure_in_training_is_no_bad_input(elsewhere, run_tiny):
+    (elsewhere / "broken_reward.py").write_text("def reward(batch):\n    return [1 / 0]\n", encoding="utf-8")
+    with pytest.raises(ZeroDivisionError):
+        run_tiny("+reward.terms.broken.reward._target_=broken_reward.reward")
+
+
+def test_model_path_that_leads_nowhere(elsewhere, capsys):
+    assert cli.main(["train", "model=hf", "model.source.path=./no_model", "hydra.run.dir=run"]) == 2
+    error = capsys.readouterr().err
+    assert "model.source.path = './no_model'" in error
+    assert "no such file or folder" in error
+    assert one_screen(error)
+
+
+# --- train, eval, export ---------------------------------------------------------------------------------------------
+
+
+def test_train_eval_and_export(elsewhere, run_tiny, capsys):
+    with warnings.catch_warnings(record=True) as heard:
+        assert run_tiny() == 0
+    out, error = capsys.readouterr()
+    assert (error, [str(warning.message) for warning in heard]) == ("", [])
+    assert "Tip" not in out and "GPU" not in out
+    assert "sequences    4 prompts x 1 samples = 4 per iteration" in out
+    assert re.search(r"^held-out exact match: \d\.\d\d -> \d\.\d\d$", out, re.MULTILINE)
+    assert f"output folder: {elsewhere}/run" in out
+    assert (elsewhere / "run" / ".hydra" / "config.yaml").is_file()
+    after = re.search(r"exact match: .* -> (\S+)", out)[1]
+
+    assert cli.main(["eval", "checkpoint=run"]) == 0
+    evaluated = re.search(r"eval/exact_match +(\S+)", capsys.readouterr().out)[1]
+    assert float(evaluated) == pytest.approx(float(after), abs=0.005)
+
+    file = "run/checkpoints/iteration_000001.ckpt"
+    assert cli.main(["eval", f"checkpoint={file}", "data.validation.size=3", "rollout.max_new_tokens=1"]) == 0
+    assert re.search(r"eval/response_length_mean +1$", capsys.readouterr().out, re.MULTILINE)
+
+    assert cli.main(["export", "checkpoint=run", "output=exported"]) == 0
+    assert "AutoModelForCausalLM" in capsys.readouterr().out
+    check_export(elsewhere / "exported", elsewhere / file)
+
+    assert cli.main(["export", "checkpoint=run", "output=exported"]) == 2
+    assert "force=true" in capsys.readouterr().err
+    (elsewhere / "exported" / "stale.txt").write_text("old", encoding="utf-8")
+    assert cli.main(["export", "checkpoint=run", "output=exported", "force=true"]) == 0
+    assert not (elsewhere / "exported" / "stale.txt").exists()
+    assert [path.name for path in elsewhere.iterdir() if path.name.startswith(".")] == []
+
+
+def check_export(folder: Path, checkpoint: Path) -> None:
+    """The folder loads with plain transformers and holds the actor of the checkpoint, bit for bit."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    saved = torch.load(checkpoint, weights_only=True)["state_dict"]
+    actor = {name.removeprefix("actor.lm."): value for name, value in saved.items() if name.startswith("actor.lm.")}
+    assert actor.keys() == model.state_dict().keys()
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in actor.items())
+    assert tokenizer("1+2=")["input_ids"] == tokenizer.convert_tokens_to_ids(list("1+2="))
+    assert tokenizer.chat_template
+
+
+BAD_VERBS = {
+    "eval without checkpoint": (["eval"], "checkpoint=... is missing"),
+    "eval of nothing": (["eval", "checkpoint=nowhere"], "does not exist"),
+    "eval of an empty folder": (["eval", "checkpoint=empty"], "no whole checkpoint"),
+    "eval of a text": (["eval", "checkpoint=text.ckpt"], "cannot be read"),
+    "eval of a foreign checkpoint": (["eval", "checkpoint=foreign.ckpt"], "did not write it"),
+    "eval with a flag": (["eval", "checkpoint=.", "--verbose"], "arguments are written key=value"),
+    "export without output": (["export", "checkpoint=."], "output=... is missing"),
+    "export with a setting": (["export", "checkpoint=.", "output=x", "seed=1"], "not 'seed=1'"),
+    "export with a wrong force": (["export", "checkpoint=.", "output=x", "force=yes"], "true or false"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "words"), BAD_VERBS.values(), ids=BAD_VERBS.keys())
+def test_bad_arguments_of_eval_and_export(elsewhere, capsys, arguments, words):
+    (elsewhere / "empty").mkdir()
+    (elsewhere / "text.ckpt").write_text("no checkpoint", encoding="utf-8")
+    torch.save({"state_dict": {}}, elsewhere / "foreign.ckpt")
+    assert cli.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert one_screen(error)
+
+
+def test_eval_refuses_keys_that_the_run_does_not_have(elsewhere, run_tiny, capsys):
+    assert run_tiny() == 0
+    assert cli.main(["eval", "checkpoint=run", "data.validation.sise=3"]) == 2
+    assert "did you mean data.validation.size?" in capsys.readouterr().err
+    assert cli.main(["eval", "checkpoint=run", "data=jsonl"]) == 2
+    assert "data is a block" in capsys.readouterr().err
+
+
+def test_resume_continues_where_the_checkpoint_ends(elsewhere, run_tiny, capsys):
+    assert run_tiny("iterations=2", "callbacks.checkpoint.every_n_iterations=1") == 0
+    whole = torch.load("run/checkpoints/iteration_000002.ckpt", weights_only=True)["state_dict"]
+    first = "run/checkpoints/iteration_000001.ckpt"
+    assert run_tiny("iterations=2", f"resume={first}", "hydra.run.dir=again") == 0
+    out = capsys.readouterr().out
+    assert f"resuming from {first}" in out
+    assert re.search(r"^held-out exact match: \d\.\d\d$", out, re.MULTILINE)
+    resumed = torch.load("again/checkpoints/iteration_000002.ckpt", weights_only=True)["state_dict"]
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+    assert run_tiny("iterations=3", "resume=latest") == 0
+    assert "resuming from" in capsys.readouterr().out
+    assert (elsewhere / "run" / "checkpoints" / "iteration_000003.ckpt").is_file()
+
+    assert run_tiny("resume=latest", "hydra.run.dir=fresh") == 0
+    assert "starting afresh" in capsys.readouterr().out
+
+
+def test_multirun_gives_each_job_a_folder(elsewhere, tiny_run):
+    arguments = ["--multirun", "hydra.sweep.dir=sweep", "logger=none", *tiny_run, *TINY_MODEL, "seed=1,2"]
+    assert cli.main(["train", *arguments]) == 0
+    configs = [
+        torch.load(f"sweep/{job}/checkpoints/iteration_000001.ckpt", weights_only=True)["lightning_rlhf"]["run_config"]
+        for job in (0, 1)
+    ]
+    from lightning_rlhf.schema import flatten
+
+    flat = [dict(flatten(config)) for config in configs]
+    assert flat[0].keys() == flat[1].keys()
+    differing = {key for key in flat[0] if flat[0][key] != flat[1][key]}
+    assert {key for key in differing if not str(flat[0][key]).startswith(str(elsewhere))} == {
+        "seed",
+        "model.source.seed",
+        "model.policy.seed",
+    }
+
+
+# --- a user's own folder ---------------------------------------------------------------------------------------------
+
+MY_CODE = """\
+from lightning_rlhf.callbacks import RLHFCallback
+from lightning_rlhf.module import PPOModule
+
+
+class Mine(RLHFCallback):
+    def __init__(self, greeting="hello"):
+        self.greeting = greeting
+
+    def on_experience_ready(self, trainer, module, experience, stats):
+        print(self.greeting, sorted(experience.components))
+
+
+class MyModule(PPOModule):
+    def extra_losses(self, minibatch):
+        print("a loss of mine")
+        return {}
+
+
+def short(batch):
+    return [-float(len(text)) for text in batch.responses]
+"""
+
+
+def test_classes_and_functions_of_the_current_folder(elsewhere, run_tiny, capsys):
+    (elsewhere / "my_code_a.py").write_text(MY_CODE, encoding="utf-8")
+    code = run_tiny(
+        "+callbacks.mine._target_=my_code_a.Mine",
+        "+callbacks.mine.greeting=hi",
+        "+reward.terms.short={weight: 0.5, reward: {_target_: my_code_a.short}}",
+        "module._target_=my_code_a.MyModule",
+    )
+    assert code == 0
+    out = capsys.readouterr().out
+    assert "hi ['exact_match', 'short']" in out
+    assert "a loss of mine" in out
+    assert "held-out short:" in out
+
+
+def test_configs_of_a_folder(elsewhere, run_tiny, capsys):
+    (elsewhere / "my_code_b.py").write_text(MY_CODE, encoding="utf-8")
+    files = {
+        "callbacks/mine.yaml": "defaults: [default]\nmine: {_target_: my_code_b.Mine}\n",
+        "reward/mine.yaml": "defaults: [exact_match]\nterms: {short: {reward: {_target_: my_code_b.short}}}\n",
+        "experiment/mine.yaml": "# @package _global_\ndefaults: [override /reward: mine]\niterations: 2\n",
+    }
+    for name, text in files.items():
+        (elsewhere / "my_configs" / name).parent.mkdir(parents=True, exist_ok=True)
+        (elsewhere / "my_configs" / name).write_text(text, encoding="utf-8")
+    assert run_tiny("--config-dir", "my_configs", "callbacks=mine", "experiment=mine") == 0
+    assert "hello ['exact_match', 'short']" in capsys.readouterr().out
+    saved = torch.load("run/checkpoints/iteration_000001.ckpt", weights_only=True)
+    assert list(saved["lightning_rlhf"]["run_config"]["callbacks"])[-1] == "mine"
+
+
+def test_configs_of_an_installed_package(elsewhere, capsys, monkeypatch):
+    folder = elsewhere / "my_package" / "conf" / "reward"
+    folder.mkdir(parents=True)
+    for package in (folder.parents[1], folder.parents[0], folder):
+        (package / "__init__.py").touch()
+    (folder / "theirs.yaml").write_text("terms: {length: {reward: {_target_: builtins.len}}}\n", encoding="utf-8")
+    from lightning_rlhf import searchpath
+
+    entry = EntryPoint("mine", "my_package.conf", searchpath.GROUP)
+    monkeypatch.setattr(searchpath, "entry_points", lambda group: [entry] if group == searchpath.GROUP else [])
+    assert cli.main(["train", "reward=theirs", "--cfg", "job"]) == 0
+    assert "_target_: builtins.len" in capsys.readouterr().out

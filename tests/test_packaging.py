@@ -1,0 +1,124 @@
+"""The wheel holds what the tree holds, and nothing called callbacks or conf lands at the top of site-packages."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+TOP_FOLDERS = {"callbacks": "lightning_rlhf/callbacks", "conf": "lightning_rlhf/conf"}
+
+
+def packages_of_tree() -> set[str]:
+    """Every folder with Python files below lightning_rlhf/, callbacks/ and conf/, as a package name."""
+    found = set()
+    for top in ("lightning_rlhf", *TOP_FOLDERS):
+        for path in (ROOT / top).rglob("*.py"):
+            folder = path.parent.relative_to(ROOT).as_posix()
+            for short, package in TOP_FOLDERS.items():
+                folder = re.sub(rf"^{short}(?=/|$)", package, folder)
+            if "__pycache__" not in folder:
+                found.add(folder.replace("/", "."))
+    return found
+
+
+def files_of_tree() -> set[str]:
+    """What must be in a wheel: Python files, configuration files and the typing marker."""
+    found = {"lightning_rlhf/py.typed"}
+    for top in ("lightning_rlhf", *TOP_FOLDERS):
+        target = TOP_FOLDERS.get(top, top)
+        for path in (ROOT / top).rglob("*"):
+            inside = path.relative_to(ROOT / top)
+            linked = top == "lightning_rlhf" and inside.parts[0] in TOP_FOLDERS
+            if path.suffix in (".py", ".yaml") and not linked and "__pycache__" not in inside.parts:
+                found.add(f"{target}/{inside.as_posix()}")
+    return found
+
+
+def test_every_package_is_listed():
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    listed = set(re.findall(r'"([\w.]+)"', text.split("packages = [", 1)[1].split("]", 1)[0]))
+    assert listed == packages_of_tree()
+
+
+def test_every_package_has_an_init():
+    for name in packages_of_tree():
+        assert (ROOT / name.replace(".", "/") / "__init__.py").is_file(), name
+
+
+def test_links_lead_to_the_top_folders():
+    for top, link in TOP_FOLDERS.items():
+        assert (ROOT / link).resolve() == ROOT / top
+
+
+def test_callbacks_cannot_be_imported_twice():
+    spec = importlib.util.spec_from_file_location("callbacks", ROOT / "callbacks" / "__init__.py")
+    with pytest.raises(ImportError, match=r"import lightning_rlhf\.callbacks"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def test_pre_commit_and_ci_run_the_same_tools():
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"][0]["hooks"]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert [hook["entry"] for hook in hooks][-1] in makefile
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built by way of the source distribution, from a copy, so that the checkout stays clean."""
+    folder = tmp_path_factory.mktemp("build")
+    source = folder / "source"
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*", "build", "dist", "outputs", "multirun")
+    shutil.copytree(ROOT, source, symlinks=True, ignore=ignored)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder / "dist"), str(source)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert len(list((folder / "dist").glob("*.tar.gz"))) == 1
+    return next((folder / "dist").glob("*.whl"))
+
+
+@pytest.mark.slow
+def test_wheel_holds_the_tree(wheel: Path):
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert names == files_of_tree()
+
+
+@pytest.mark.slow
+def test_installed_wheel_trains_from_another_folder(wheel: Path, tmp_path: Path, tiny_run: list[str]):
+    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(wheel)]
+    subprocess.run(install, check=True, capture_output=True)
+    assert not (site / "callbacks").exists() and not (site / "conf").exists()
+    (elsewhere / "my_kit.py").write_text(
+        "from lightning_rlhf.callbacks import RLHFCallback\n\n\n"
+        "class Mine(RLHFCallback):\n"
+        "    def on_update_end(self, trainer, module, stats):\n"
+        "        import lightning_rlhf\n"
+        "        print('callback of mine in', lightning_rlhf.__file__)\n\n\n"
+        "def short(batch):\n"
+        "    return [-float(len(text)) for text in batch.responses]\n",
+        encoding="utf-8",
+    )
+    overrides = [
+        *tiny_run,
+        "+callbacks.mine._target_=my_kit.Mine",
+        "+reward.terms.short={weight: 0.1, reward: {_target_: my_kit.short}}",
+    ]
+    command = [str(site / "bin" / "lightning-rlhf"), "train", *overrides]
+    environment = os.environ | {"PYTHONPATH": str(site)}
+    result = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f"callback of mine in {site}" in result.stdout
+    assert "held-out short:" in result.stdout
