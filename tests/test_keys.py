@@ -139,6 +139,8 @@ RUN: dict[str, Change | str] = {
     "data.validation_limit": "3",
     "data.validation_batch_size": "3",
     "reward.terms.exact_match.weight": "2.0",
+    "reward.terms.characters.weight": "2.0",
+    "reward.terms.characters.reward.answer_field": "prompt",
     "reward.terms.exact_match.reward.answer_field": "prompt",
     "reward.terms.exact_match.reward.strip": ("false", ["data.train.answer_format='{answer} '"]),
     "reward.terms.exact_match.reward.casefold": "true",
