@@ -9,9 +9,7 @@ from lightning_rlhf.functional.schedules import learning_rate_factor
 
 def test_linear_decay_is_half_at_half_and_zero_at_the_end() -> None:
     """10 iterations x 3 epochs x 4 minibatches from 1e-3: 5e-4 after 60 steps, exactly 0 after 120, never below."""
-    rates = [
-        1e-3 * learning_rate_factor(done / 12, step=1 / 12, total=10, schedule="linear") for done in range(125)
-    ]
+    rates = [1e-3 * learning_rate_factor(done / 12, step=1 / 12, total=10, schedule="linear") for done in range(125)]
     assert rates[0] == 1e-3
     assert rates[60] == pytest.approx(5e-4, rel=1e-12)
     assert rates[120] == 0.0 and min(rates) == 0.0
