@@ -19,9 +19,10 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from lightning import Callback, LightningDataModule, Trainer
+from lightning import Callback, LightningDataModule, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
 from lightning_rlhf.callbacks import GradientMonitor, KLEarlyStop
@@ -99,7 +100,8 @@ class Floor:
 
     def __init__(self, module: PPOModule, name: str, shape: Shape, critic: str) -> None:
         self.shape, self.module = shape, module
-        self.policy = build_policy(load(name), critic=critic)  # type: ignore[arg-type]
+        # Any: here critic and reference are always there.
+        self.policy: Any = build_policy(load(name), critic=critic)  # type: ignore[arg-type]
         parts = [self.policy.actor, self.policy.critic]
         parameters = [p for part in parts if part is not None for p in part.parameters()]
         self.optimizer = torch.optim.AdamW(parameters, lr=1e-6, fused=True)
@@ -134,7 +136,9 @@ class Stopwatch(Callback):
         self.floor: list[float] = []
         self.start = 0.0
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: PPOModule, batch: PromptBatch, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: PromptBatch, batch_idx: int
+    ) -> None:
         if self.between is not None:
             start = time.perf_counter()
             self.between(batch)

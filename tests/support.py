@@ -45,12 +45,8 @@ def tiny_module(
     **blocks: Any,
 ) -> ActorCriticModule:
     """A module whose update has 2 epochs x 2 minibatches; every settings block can be changed."""
-    blocks = {
-        "update": {"epochs": 2, "minibatch_size": 8},
-        "actor": {"lr": 1e-3},
-        "reward_processing": {"normalise": "none"},
-    } | blocks
-    blocks["update"] = {"epochs": 2, "minibatch_size": 8} | dict(blocks["update"])
+    settings: dict[str, Any] = {"actor": {"lr": 1e-3}, "reward_processing": {"normalise": "none"}} | blocks
+    settings["update"] = {"epochs": 2, "minibatch_size": 8} | settings.get("update", {})
     return cls(
         policy or tiny_policy(),
         HFEngine(samples=samples, max_new_tokens=max_new_tokens, temperature=temperature),
@@ -58,7 +54,7 @@ def tiny_module(
         iterations=iterations,
         seed=seed,
         critic={"lr": 1e-3} if critic is None else critic,
-        **blocks,
+        **settings,
     )
 
 

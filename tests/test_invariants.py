@@ -12,7 +12,7 @@ import torch
 from lightning_rlhf.callbacks import RLHFCallback
 from lightning_rlhf.experience import Experience, MiniBatch, split_by_tokens
 from lightning_rlhf.metrics.batch import MetricBatch
-from lightning_rlhf.module import PPOModule
+from lightning_rlhf.module import ActorCriticModule, PPOModule
 from lightning_rlhf.rewards import RewardBatch
 from tests.support import Recorder, fit, prompts, same, tiny_module, tiny_policy, weights
 
@@ -58,7 +58,7 @@ def test_engine_and_trainer_agree_after_every_update() -> None:
 
 
 @pytest.fixture(scope="module")
-def scored() -> tuple[PPOModule, Experience]:
+def scored() -> tuple[ActorCriticModule, Experience]:
     """A module with fresh experience of very different lengths, nothing trained on it yet."""
     recorder = Recorder()
 
@@ -76,7 +76,7 @@ def scored() -> tuple[PPOModule, Experience]:
     return module, experience
 
 
-def gradients(module: PPOModule, experience: Experience, parts: list[MiniBatch]) -> dict[str, torch.Tensor]:
+def gradients(module: ActorCriticModule, experience: Experience, parts: list[MiniBatch]) -> dict[str, torch.Tensor]:
     module.zero_grad()
     for part in parts:
         module.micro_batch_loss(part, MetricBatch()).backward()
@@ -91,7 +91,7 @@ def minibatch(experience: Experience) -> MiniBatch:
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
 @pytest.mark.parametrize("cut", ["one by one", "by tokens", "two uneven parts"])
-def test_gradients_do_not_depend_on_the_cut(scored: tuple[PPOModule, Experience], mode: str, cut: str) -> None:
+def test_gradients_do_not_depend_on_the_cut(scored: tuple[ActorCriticModule, Experience], mode: str, cut: str) -> None:
     module, experience = scored
     settings = module.settings
     object.__setattr__(settings.loss, "aggregation", mode)
@@ -110,7 +110,7 @@ def test_gradients_do_not_depend_on_the_cut(scored: tuple[PPOModule, Experience]
     object.__setattr__(settings.loss, "aggregation", "token-mean")
 
 
-def test_gradients_do_not_depend_on_padding(scored: tuple[PPOModule, Experience]) -> None:
+def test_gradients_do_not_depend_on_padding(scored: tuple[ActorCriticModule, Experience]) -> None:
     module, experience = scored
     whole = minibatch(experience)
     expected = gradients(module, experience, [whole])

@@ -80,7 +80,8 @@ def state(module: ActorCriticModule) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", ["separate", "lora"])
 def test_kill_in_the_middle_of_an_iteration_and_resume(tmp_path: Path, kind: str) -> None:
-    code = f"from pathlib import Path; from tests.test_resume import run; run(Path({str(tmp_path)!r}), kind={kind!r}, dies=4)"
+    call = f"run(Path({str(tmp_path)!r}), kind={kind!r}, dies=4)"
+    code = f"from pathlib import Path; from tests.test_resume import run; {call}"
     root = Path(__file__).resolve().parents[1]
     environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     killed = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
@@ -110,7 +111,7 @@ def test_the_value_head_returns_bitwise_and_a_missing_key_is_an_error(tmp_path: 
     del saved["state_dict"]["critic.head.weight"]
     broken = tmp_path / "broken.ckpt"
     torch.save(saved, broken)
-    with pytest.raises(RuntimeError, match="critic.head.weight"):
+    with pytest.raises(RuntimeError, match=r"critic\.head\.weight"):
         fit(tiny_module(iterations=6), [RNGState()], folder=tmp_path, resume=broken)
 
 
