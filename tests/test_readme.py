@@ -1,0 +1,110 @@
+"""What README and docs tell a user to type works."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from lightning_rlhf import schema
+from lightning_rlhf.rewards import RewardBatch
+from tests.support import even_digits, fit, tiny_module
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(language: str, page: Path) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def commands(start: str) -> list[str]:
+    """Lines of shell blocks that begin with ``start``, continuation lines joined, comments removed."""
+    lines = []
+    for page in PAGES:
+        for block in blocks("bash", page):
+            lines += [line.split("  #")[0].strip() for line in block.replace("\\\n", " ").splitlines()]
+    return sorted({line for line in lines if line.startswith(start)})
+
+
+def test_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    named = {line.split()[1] for line in commands("make ")}
+    assert {"quickstart", "test"} <= named
+    assert all(re.search(rf"^{target}:", makefile, flags=re.MULTILINE) for target in named)
+
+
+def test_ci_runs_the_test_command_of_the_readme() -> None:
+    assert re.search(r"^make test$", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), flags=re.MULTILINE)
+
+
+def test_relative_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def composable() -> list[str]:
+    """Without those that name folders of the user's own or an earlier run, which tests/test_cli.py runs."""
+    return [line for line in commands("lightning-rlhf train") if not re.search("--config-dir|--multirun|resume=", line)]
+
+
+@pytest.mark.parametrize("command", composable())
+def test_train_commands_compose(command: str, compose: Any, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 2, encoding="utf-8")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+    overrides = [word for word in shlex.split(command) if "=" in word]
+    overrides = [word.replace("my/model", str(tmp_path / "model")) for word in overrides]
+    overrides = [word.replace("prompts.jsonl", str(tmp_path / "prompts.jsonl")) for word in overrides]
+    module = install_parts()
+    try:
+        assert schema.check(compose(*overrides))["iterations"] > 0
+    finally:
+        del sys.modules[module.__name__]
+
+
+def install_parts() -> ModuleType:
+    """``my_parts.py`` as the docs write it, all its blocks in one module."""
+    module = ModuleType("my_parts")
+    page = ROOT / "docs" / "extending.md"
+    for block in blocks("python", page):
+        exec(compile(block, str(page), "exec"), module.__dict__)
+    sys.modules["my_parts"] = module
+    return module
+
+
+def test_the_examples_of_the_docs_run() -> None:
+    parts = install_parts()
+    try:
+        module = tiny_module(cls=parts.UnclippedModule, iterations=3, reward=parts.brevity)
+        fit(module, [parts.StopWhenSolved(score=0.5)])
+        assert module.control.iteration == 1, "every answer is brief: solved in the first iteration"
+        assert "mean score 1.000 over 0.5" in (module.control.training_stopped or "")
+    finally:
+        del sys.modules["my_parts"]
+
+
+def test_the_unclipped_example_is_the_surrogate_objective() -> None:
+    """Within the clip range it trains as PPO does."""
+    from tests.support import weights
+
+    parts = install_parts()
+    try:
+        runs = []
+        for cls in (parts.UnclippedModule, parts.PPOModule):
+            module = tiny_module(cls=cls, iterations=1, reward=even_digits, actor={"lr": 1e-5})
+            fit(module)
+            runs.append(weights(module))
+        assert all((runs[0][name] - runs[1][name]).abs().max() < 1e-6 for name in runs[0])
+    finally:
+        del sys.modules["my_parts"]
+
+
+def test_a_reward_batch_is_what_the_docs_say() -> None:
+    assert {"prompts", "responses", "response_ids", "rows", "finish"} == set(RewardBatch.__dataclass_fields__)
