@@ -338,7 +338,7 @@ def test_classes_and_functions_of_the_current_folder(elsewhere, run_tiny, capsys
     )
     assert code == 0
     out = capsys.readouterr().out
-    assert "hi ['exact_match', 'characters', 'short']" in out
+    assert "hi ['characters', 'exact_match', 'short']" in out
     assert "a loss of mine" in out
     assert "held-out short:" in out
 
