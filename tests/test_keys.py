@@ -90,7 +90,7 @@ RUN: dict[str, Change | str] = {
     "module.critic.weight_decay": "0.5",
     "module.optimizer.betas": "[0.5,0.5]",
     "module.optimizer.eps": "0.1",
-    "module.optimizer.schedule": "linear",
+    "module.optimizer.schedule": "constant",
     "module.optimizer.final_lr_fraction": ("0.5", ["module.optimizer.schedule=linear"]),
     "model.source.vocabulary": "'9876543210+-*= '",
     "model.source.hidden_size": "16",
