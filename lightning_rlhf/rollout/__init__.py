@@ -3,5 +3,6 @@
 from lightning_rlhf.rollout.base import RolloutEngine, Sampling
 from lightning_rlhf.rollout.guard import generation_mode
 from lightning_rlhf.rollout.hf import HFEngine
+from lightning_rlhf.rollout.vllm import VLLMEngine
 
-__all__ = ["HFEngine", "RolloutEngine", "Sampling", "generation_mode"]
+__all__ = ["HFEngine", "RolloutEngine", "Sampling", "VLLMEngine", "generation_mode"]
