@@ -76,7 +76,8 @@ class AheadRollouts:
         return {} if self._ready is None else {f.name: getattr(self._ready, f.name) for f in fields(Rollout)}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        moved = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+        moved: dict[str, Any] = {}
+        moved |= {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in state.items()}
         self._ready = Rollout(**moved) if moved else None
 
     def close(self) -> None:
