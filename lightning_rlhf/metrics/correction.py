@@ -1,11 +1,12 @@
 """How far engine and trainer are apart, and what correction makes of it: the metrics under ``rollout_corr/``.
 
-Two tiers. The **cheap** one is sums and extremes of tensors that weights and rejection have built anyway. The **full** one
-adds statistics per row, the details of every rejection rule, and percentiles, for which the valid tokens of all ranks are
-gathered and sorted: exact, and as much memory as three float32 numbers per token.
+Two tiers. The **cheap** one is sums and extremes of tensors that weights and rejection have built anyway. The **full**
+one adds statistics per row, the details of every rejection rule, and percentiles, for which the valid tokens of all
+ranks are gathered and sorted: exact, and as much memory as three float32 numbers per token.
 
-Definitions are veRL's, with three differences: rows without a valid token are in no statistic, KL k3 clamps the log-ratio
-to +-20 before ``exp`` (so it is finite), and the weights really used are reported beside those before truncation.
+Definitions are veRL's, with three differences: rows without a valid token are in no statistic, KL k3 clamps the
+log-ratio to +-20 before ``exp`` (so it is finite), and the weights really used are reported beside those before
+truncation.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ TAIL = (2, 98)
 TAIL_BINS = 10
 """Bins of equal width of the engine's token probability, for the tail envelope."""
 
+MAX_EXPONENT = 600.0
+"""Perplexities beyond e^600 are reported as e^600; float64 ends at e^709."""
+
 Numbers = dict[str, float]
 
 
@@ -53,10 +57,11 @@ class Tally:
 
 
 class CorrectionMetrics(Metric):
-    """All metrics of one batch of experience, or of the micro-batches of one update; reduced over ranks by torchmetrics.
+    """All metrics of one batch, or of the micro-batches of one update; torchmetrics reduces them over ranks.
 
-    Sums are added up over ranks and divided then, extremes are extremes of all ranks, percentiles are those of all valid
-    tokens. ``compute`` costs one reduction of sums, one of extremes, in the full tier one gather, and one transfer.
+    Sums are added up over ranks and divided then, extremes are extremes of all ranks, percentiles are those of all
+    valid tokens. ``compute`` costs one reduction of sums, one of extremes, in the full tier one gather, and one
+    transfer.
 
     Args:
         full: the full tier instead of the cheap one.
@@ -67,7 +72,7 @@ class CorrectionMetrics(Metric):
     full_state_update = False
     total: Tensor
     extreme: Tensor
-    tokens: list[Tensor] | Tensor
+    tokens: Any
 
     def __init__(self, *, full: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -181,7 +186,8 @@ def off_policy(tally: Tally, correction: Correction, train: Tensor, rollout: Ten
     tally.sum("rows", rows)
     tally.sum("missing", ratio.missing)
     train, rollout = select_valid(train, valid), select_valid(rollout, valid)
-    p, q = select_valid(train.exp(), valid), select_valid(rollout.exp(), valid)
+    # Squares of float32 probabilities would drown a small variance in rounding.
+    p, q = (select_valid(x.exp(), valid).double() for x in (train, rollout))
     gap = (p - q).abs()
     tally.top("gap", gap, valid)
     for name, values in {"gap": gap, "gap2": gap * gap, "p": p, "q": q, "pp": p * p, "qq": q * q, "pq": p * q}.items():
@@ -192,21 +198,26 @@ def off_policy(tally: Tally, correction: Correction, train: Tensor, rollout: Ten
     tally.sum("k3", excess - bounded)
     tally.sum("chi2", excess * (excess + 2))  # r^2 - 1
     length = ratio.length.clamp(min=1)
-    surprise, engine = -train.sum(-1, keepdim=True) / length, -rollout.sum(-1, keepdim=True) / length
+    surprise, engine = (-x.sum(-1, keepdim=True, dtype=torch.float64) / length for x in (train, rollout))
     per_row = {
         "log_ppl": surprise,
-        "ppl": surprise.exp(),
+        "ppl": _exp(surprise),
         "engine_log_ppl": engine,
-        "engine_ppl": engine.exp(),
+        "engine_ppl": _exp(engine),
         "d": surprise - engine,
         "abs_d": (surprise - engine).abs(),
-        "exp_d": (surprise - engine).exp(),
+        "exp_d": _exp(surprise - engine),
         "chi2_seq": torch.expm1(2 * ratio.total.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)),
     }
     for name, values in per_row.items():
         tally.sum(name, select_valid(values, rows))
     tally.top("d", surprise - engine, rows)
     tally.top("-d", engine - surprise, rows)
+
+
+def _exp(x: Tensor) -> Tensor:
+    """Finite for finite float64 numbers, and for sums of a billion of them."""
+    return x.clamp(max=MAX_EXPONENT).exp()
 
 
 def acceptance(tally: Tally, correction: Correction) -> None:
@@ -239,8 +250,8 @@ def spread(
 ) -> None:
     """Moments, extremes and shares outside ``band`` of a statistic per token ``[B, R]`` or per row ``[B, 1]``.
 
-    Means are over valid tokens; a row's value counts once for each of its tokens. Extremes and shares are over tokens or
-    rows, whichever the statistic belongs to.
+    Means are over valid tokens; a row's value counts once for each of its tokens. Extremes and shares are over tokens
+    or rows, whichever the statistic belongs to.
     """
     ratio = correction.ratio
     per_row = values.shape[-1] == 1 and ratio.token.shape[-1] != 1
@@ -329,7 +340,7 @@ def finish(sums: Numbers, maxima: Numbers, correction: Correction, full: bool) -
             numbers[f"{prefix}masked_fraction"] = sums[f"{key}/rejected"] / n
             numbers[f"{prefix}seq_masked_fraction"] = sums[f"{key}/rejected_rows"] / rows
             if rule.kind != "k1":
-                numbers.pop(f"{prefix}seq_fraction_low")
+                numbers.pop(f"{prefix}seq_fraction_low", None)
     return numbers
 
 
