@@ -225,6 +225,20 @@ class RLMLFlowLogger(MLFlowLogger):
         self._put(self._files, kind="table", path=artifact)
 
     @rank_zero_only
+    def log_decisions(self, rows: list[dict[str, Any]]) -> None:
+        """Record what callbacks decided in one iteration and why, as lines of the artifact ``decisions.jsonl``.
+
+        A resumed run goes through iterations again that are recorded already; those keep their first lines.
+        """
+        path = self.run_dir / FOLDER / "decisions.jsonl"
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        last = json.loads(text.splitlines()[-1])["iteration"] if text else 0
+        new = [row for row in rows if row["iteration"] > last]
+        if new:
+            lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in new)
+            self.log_text(text + lines, path.name)
+
+    @rank_zero_only
     def log_checkpoints(self, paths: list[str], *, latest: str, best: str = "") -> None:
         """List the checkpoints that exist now (artifact ``checkpoints.json``, tags); the files are not copied."""
         listing = {"latest": latest, "best": best or None, "kept": paths}
