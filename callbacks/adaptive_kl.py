@@ -30,8 +30,8 @@ class AdaptiveKL(RLHFCallback):
 
     ``pid``
         ``log beta = log beta_0 + kp e + ki sum(e) + kd (e - e')`` with ``e = log(average / target)``. Logarithms, since
-        both quantities are positive and a KL ten times too high and ten times too low are the same error. While beta is
-        at a bound, errors that push further are not summed up (anti-windup by conditional integration).
+        both quantities are positive and a KL ten times too high and ten times too low are the same error. Errors are
+        summed up only as far as they bring beta to its bound (anti-windup by conditional integration).
     ``seed``
         Twice the coefficient where the average is over 1.5 x target, half of it where it is under target / 1.5. After a
         change the average starts anew and nothing more happens for ``1 / (1 - smoothing)`` iterations: one high reading
@@ -114,12 +114,19 @@ class AdaptiveKL(RLHFCallback):
         error = min(math.log(ratio), LARGEST_ERROR)
         slope = 0.0 if self.error is None else error - self.error
         self.error = error
-        free = self.origin + self.kp * error + self.ki * (self.integral + error) + self.kd * slope
-        pushes_out = (free > math.log(self.maximum) and error > 0) or (free < math.log(self.minimum) and error < 0)
-        if not pushes_out:
-            self.integral += error
-        exponent = self.origin + self.kp * error + self.ki * self.integral + self.kd * slope
-        return math.exp(min(exponent, math.log(self.maximum)))
+        base = self.origin + self.kp * error + self.kd * slope
+        self.integral = self._integrate(base, error)
+        return math.exp(min(base + self.ki * self.integral, math.log(self.maximum)))
+
+    def _integrate(self, base: float, error: float) -> float:
+        """The sum of errors after this one: only as much of it as brings the output ``base + ki sum`` to its bound."""
+        full = self.integral + error
+        bound = math.log(self.maximum if error > 0 else self.minimum)
+        pushes_out = (base + self.ki * full - bound) * error > 0
+        if not pushes_out or self.ki == 0:
+            return full
+        least, most = sorted((self.integral, full))
+        return min(max((bound - base) / self.ki, least), most)
 
     def _seed(self, beta: float) -> float:
         self.since_change += 1
