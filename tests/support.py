@@ -183,7 +183,7 @@ def part_of(module: ActorCriticModule, name: str) -> dict[str, torch.Tensor]:
 
 def resume_equals_whole(
     folder: Path, callbacks: Callable[[], list[Callback]], module: Callable[[], ActorCriticModule]
-) -> list[Callback]:
+) -> list[Any]:
     """A run of four iterations, and one resumed behind its second, end alike; returns the callbacks of the latter."""
     runs = []
     for resume in (None, folder / "iteration_000002.ckpt"):
