@@ -55,7 +55,7 @@ class MinibatchStats:
     kl_old: float
     """KL(old || current), nats per token, estimator k3 over valid tokens."""
     kl_ref: float
-    """KL(current || reference), nats per token, on the old policy's tokens; 0 without reference."""
+    """KL(current || reference), nats per token, estimator k3 on the old policy's tokens; 0 without reference."""
     clip_fraction: float
     ratio_max: float
     grad_norms: dict[str, float] = field(default_factory=dict)

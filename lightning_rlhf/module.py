@@ -266,7 +266,7 @@ class ActorCriticModule(LightningModule):
         for name, term in self.extra_losses(micro).items():
             total = total + term
             metrics.sum(name, term)
-        policy_metrics(micro, output.logprobs.detach(), policy, settings.kl.estimator, metrics)
+        policy_metrics(micro, output.logprobs.detach(), policy, metrics)
         return total
 
     # --- evaluation ----------------------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ METRICS: list[Metric] = [
     _m("kl/ref_average", "nats/token", "down", "tokens", "Exponential moving average of kl/ref over iterations: what "
        "the controller of the coefficient acts on (callback adaptive_kl)."),
     _m("kl/ref_update", "nats/token", "down", "steps", "KL(current || reference) while the policy is updated: current "
-       "weights, old policy's tokens, valid tokens, configured estimator."),
+       "weights, old policy's tokens, valid tokens, estimator k3 (k1 has the wrong sign on tokens left behind)."),
     _m("kl/old", "nats/token", "down", "steps", "KL(old || current), estimator k3: how far the updates moved the "
        "policy from the one that sampled; valid tokens, before each step.", verl="actor/ppo_kl (k1, may be negative)",
        trl="policy/approxkl_avg (k2, padding takes part)", openrlhf="ppo_kl (k1)", sb3="train/approx_kl"),

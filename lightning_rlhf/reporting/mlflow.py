@@ -228,15 +228,14 @@ class RLMLFlowLogger(MLFlowLogger):
     def log_decisions(self, rows: list[dict[str, Any]]) -> None:
         """Record what callbacks decided in one iteration and why, as lines of the artifact ``decisions.jsonl``.
 
-        A resumed run goes through iterations again that are recorded already; those keep their first lines.
+        A resumed run, which may be in another folder, writes ``decisions_resumed_2.jsonl`` at its second start.
         """
-        path = self.run_dir / FOLDER / "decisions.jsonl"
+        _ = self.experiment  # counts the start
+        suffix = f"_resumed_{self.run.record.starts}" if self.run.resumed else ""
+        path = self.run_dir / FOLDER / f"decisions{suffix}.jsonl"
         text = path.read_text(encoding="utf-8") if path.exists() else ""
-        last = json.loads(text.splitlines()[-1])["iteration"] if text else 0
-        new = [row for row in rows if row["iteration"] > last]
-        if new:
-            lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in new)
-            self.log_text(text + lines, path.name)
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        self.log_text(text + lines, path.name)
 
     @rank_zero_only
     def log_checkpoints(self, paths: list[str], *, latest: str, best: str = "") -> None:

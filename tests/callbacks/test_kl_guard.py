@@ -38,9 +38,14 @@ def away_from_reference(amount: float = 0.05, **policy: Any) -> Policy:
 # --- hard ------------------------------------------------------------------------------------------------------------
 
 
-def test_over_the_hard_limit_the_step_is_skipped_and_the_actor_as_before_the_update() -> None:
-    """Step 1 goes too far, which is seen before step 2: that one is skipped, the first undone; the critic keeps it."""
-    module, recorder, log = tiny_module(iterations=1, **FAST, **K3), Recorder(), DecisionLog()
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_over_the_hard_limit_the_step_is_skipped_and_the_actor_as_before_the_update(estimator: str) -> None:
+    """Step 1 goes too far, which is seen before step 2: that one is skipped, the first undone; the critic keeps it.
+
+    Also where the penalty is k1, which is negative on the tokens that the policy has left behind.
+    """
+    settings = {**FAST, "kl": {"estimator": estimator, "coefficient": 0.1}}
+    module, recorder, log = tiny_module(iterations=1, **settings), Recorder(), DecisionLog()
     actor, critic = part_of(module, "actor"), part_of(module, "critic")
     trainer = fit(module, [KLGuard(target=1e-4, token_limit=None), recorder], logger=log)
     assert [stats.stepped for stats in recorder.of("on_minibatch_end")] == [True, False]
