@@ -6,11 +6,13 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from lightning import LightningModule
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 
@@ -21,6 +23,7 @@ from lightning_rlhf.functional.kl import kl_estimate
 from lightning_rlhf.functional.losses import PolicyLoss, aggregate, ppo_policy_loss, value_loss
 from lightning_rlhf.functional.schedules import learning_rate_factor
 from lightning_rlhf.functional.stats import explained_variance
+from lightning_rlhf.memory import memory_policy
 from lightning_rlhf.metrics.batch import MetricBatch
 from lightning_rlhf.metrics.experience import experience_metrics, policy_metrics
 from lightning_rlhf.metrics.moments import RunningMoments
@@ -29,6 +32,7 @@ from lightning_rlhf.mixins.rollout_correction import RolloutCorrectionMixin
 from lightning_rlhf.models import Policy, SharedCritic
 from lightning_rlhf.rewards import CompositeReward
 from lightning_rlhf.rollout import AheadRollouts, RolloutEngine
+from lightning_rlhf.rollout.parts import generate_in_parts
 from lightning_rlhf.scoring import compute_advantages, score_experience, score_rewards
 from lightning_rlhf.settings import PPOSettings
 from lightning_rlhf.update import UpdateLoop
@@ -194,12 +198,14 @@ class ActorCriticModule(LightningModule):
         with self._timed("score"):
             self.score_experience(experience)
             metrics = self.prepare_experience(experience) or MetricBatch()
+            emit(self, "on_experience_scored", experience)
             self.compute_advantages(experience, metrics)
         staleness = self._staleness(rollout).float()
         metrics.mean("rollout/staleness_mean", staleness)
         metrics.max("rollout/staleness_max", staleness)
         numbers = self._experience_metrics(experience, metrics)
-        emit(self, "on_experience_ready", experience, self._experience_stats(experience, numbers))
+        with self.control.allow("rollback"):
+            emit(self, "on_experience_ready", experience, self._experience_stats(experience, numbers))
         with self._timed("update"):
             update = self._update_loop.run(experience)
         with self._timed("rollout_wait"):
@@ -219,7 +225,7 @@ class ActorCriticModule(LightningModule):
     def _request(self, prompts: PromptBatch, greedy: bool = False) -> Callable[[], Rollout]:
         """The call of the engine with the settings in force now, whenever it is made."""
         return partial(
-            self.engine.generate,
+            self._draw,
             prompts,
             samples=1 if greedy else self.engine.sampling.samples,
             max_new_tokens=int(self.control.value("max_new_tokens")),
@@ -275,6 +281,11 @@ class ActorCriticModule(LightningModule):
         limit = self.engine.ahead.max_staleness
         return limit is not None and bool((self._staleness(rollout) > limit).any())
 
+    def _draw(self, prompts: PromptBatch, **how: Any) -> Rollout:
+        """The engine's responses, in parts where a callback offers that once memory runs out."""
+        policy, pad_id = memory_policy(self.trainer), self.tokenizer.pad_token_id
+        return generate_in_parts(partial(self.engine.generate, **how), prompts, policy, self.control, pad_id or 0)
+
     def score_rewards(self, prompts: PromptBatch, rollout: Rollout) -> Experience:
         """Experience with texts, scores ``[B]`` and the terms they consist of."""
         return score_rewards(self.reward, self.tokenizer, prompts, rollout)
@@ -327,7 +338,7 @@ class ActorCriticModule(LightningModule):
         for name, term in self.extra_losses(micro).items():
             total = total + term
             metrics.sum(name, term)
-        policy_metrics(micro, output.logprobs.detach(), policy, settings.kl.estimator, metrics)
+        policy_metrics(micro, output.logprobs.detach(), policy, metrics)
         return total
 
     # --- evaluation ----------------------------------------------------------------------------------------------
@@ -408,6 +419,7 @@ class ActorCriticModule(LightningModule):
         """Control, counters and configuration; of a frozen reference only the fingerprint, its weights never change."""
         checkpoint["lightning_rlhf"] = {
             "control": self.control.state_dict(),
+            "update": self._update_loop.state_dict(),
             "progress": dict(self._progress),
             "run_config": self.run_config,
             "reference_fingerprint": self._reference_fingerprint(),
@@ -426,6 +438,7 @@ class ActorCriticModule(LightningModule):
                 "source has changed since, or model.policy.reference differs. Restore it, or start a new run."
             )
         self.control.load_state_dict(saved["control"])
+        self._update_loop.load_state_dict(saved["update"])
         self._progress = dict(saved["progress"])
         if self.engine.ahead.lag:
             self._ahead.load_state_dict(saved["rollout_ahead"], self.device)
@@ -460,6 +473,7 @@ class ActorCriticModule(LightningModule):
             entropy=numbers.get("entropy/mean", math.nan),
             kl_ref=numbers.get("kl/ref", 0.0),
             advantage_abs_mean=numbers["advantage/abs_mean"],
+            advantage_raw_abs_mean=numbers["advantage/raw_abs_mean"],
             response_length_mean=numbers["response/length_mean"],
             truncated_fraction=numbers["response/truncated_fraction"],
         )
@@ -501,6 +515,7 @@ class ActorCriticModule(LightningModule):
             torch.accelerator.reset_peak_memory_stats(self.device)
         numbers |= control.reported
         check(numbers)
+        self._log_decisions()
         # Lightning hands logged values to loggers only after the checkpoint of this iteration, as float32.
         for logger in self.loggers:
             logger.log_metrics(numbers, step=control.iteration)
@@ -508,6 +523,16 @@ class ActorCriticModule(LightningModule):
         bar = {"reward": numbers["reward/mean"], "kl": numbers.get("kl/ref", 0.0)}
         bar["tok/s"] = numbers["perf/tokens_per_second"]
         self.log_dict(bar, prog_bar=True, logger=False, on_step=True, on_epoch=False, batch_size=1)
+
+    def _log_decisions(self) -> None:
+        """Say every decision of this iteration with its reason, and hand it to loggers that keep such a list."""
+        rows = [asdict(decision) for decision in self.control.decisions]
+        for row in rows:
+            rank_zero_info("iteration %(iteration)d: %(verb)s: %(reason)s", row)
+        for logger in self.loggers:
+            log_decisions = getattr(logger, "log_decisions", None)
+            if rows and log_decisions is not None:
+                log_decisions(rows)
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -522,6 +547,10 @@ STABILITY_COUNTS = {
     "rollbacks": "rollbacks",
     "nonfinite_steps": "nonfinite_steps",
     "empty_minibatches": "empty_minibatches",
+    "oom_retry": "oom_retries",
+    "lower_learning_rate": "learning_rate_cuts",
+    "raise_kl_coefficient": "kl_brakes",
+    "shorten_responses": "length_cuts",
 }
 """Cumulative counts of ``module.control`` and the metric each is logged as."""
 
