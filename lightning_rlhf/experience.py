@@ -71,7 +71,7 @@ class Rollout:
         rollout_logprobs: ``[B, R]`` float32, log-probability (nats) of each sampled token under the distribution
             it was sampled from, i.e. after temperature, top-k and top-p. Zero on padding.
         finish: ``[B]`` int64, values of :class:`Finish`.
-        policy_version: ``[B]`` int64, version of the weights that sampled the row.
+        policy_version: ``[B]`` int64, iterations trained when the weights that sampled the row were sent.
         seed: ``[B]`` int64, the seed the row was sampled with.
         group: ``[B]`` int64, index of the prompt in the batch; samples of one prompt share it.
         prompt_key: stable hash of each row's prompt.

@@ -37,7 +37,8 @@ def merged_weight(layer: Any, adapter: str = POLICY_ADAPTER) -> Tensor:
     """``W + scaling * B @ A`` of one LoRA layer, as a new tensor: computed in float32, cast once to W's dtype."""
     base, weight = layer.get_base_layer(), whole(layer.get_base_layer().weight)
     up, down = whole(layer.lora_B[adapter].weight), whole(layer.lora_A[adapter].weight)
-    delta = layer.scaling[adapter] * (up.float() @ down.float())
+    with torch.autocast(weight.device.type, enabled=False):  # a surrounding one would multiply in low precision
+        delta = layer.scaling[adapter] * (up.float() @ down.float())
     if isinstance(base, Conv1D):  # GPT-2 keeps its weights transposed
         delta = delta.T
     return (weight.float() + delta).to(weight.dtype)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from lightning_rlhf.metrics.moments import RunningMoments
 from lightning_rlhf.metrics.names import check
 from lightning_rlhf.models import Policy, SharedCritic
 from lightning_rlhf.rewards import CompositeReward
-from lightning_rlhf.rollout import RolloutEngine
+from lightning_rlhf.rollout import AheadRollouts, RolloutEngine
 from lightning_rlhf.scoring import compute_advantages, score_experience, score_rewards
 from lightning_rlhf.settings import PPOSettings
 from lightning_rlhf.update import UpdateLoop
@@ -105,6 +106,8 @@ class ActorCriticModule(LightningModule):
         self._fingerprint: str | None = None
         self._progress = {"sequences": 0, "tokens": 0}
         self._update_loop = UpdateLoop(self)
+        self._ahead = AheadRollouts()
+        self._redrawn = False
         self._times: dict[str, float] = {}
 
     # --- extension points ----------------------------------------------------------------------------------------
@@ -173,7 +176,7 @@ class ActorCriticModule(LightningModule):
         self.control.begin_iteration(self.control.iteration + 1)
         emit(self, "on_rollout_start", prompts)
         with self._timed("rollout"):
-            rollout = self.generate(prompts)
+            rollout = self._rollout(prompts)
         emit(self, "on_rollout_end", rollout)
         with self._timed("reward"):
             experience = self.score_rewards(prompts, rollout)
@@ -181,27 +184,63 @@ class ActorCriticModule(LightningModule):
             self.score_experience(experience)
             metrics = self.prepare_experience(experience) or MetricBatch()
             self.compute_advantages(experience, metrics)
+        staleness = self._staleness(rollout).float()
+        metrics.mean("rollout/staleness_mean", staleness)
+        metrics.max("rollout/staleness_max", staleness)
         numbers = self._experience_metrics(experience, metrics)
         emit(self, "on_experience_ready", experience, self._experience_stats(experience, numbers))
         with self._timed("update"):
             update = self._update_loop.run(experience)
-        self.engine.update_weights(self.control.update)
+        with self._timed("rollout_wait"):
+            self._ahead.wait()
+        with self._timed("weights"):
+            self.engine.update_weights(self.control.iteration)
         self._times["iteration"] = time.perf_counter() - start
-        numbers["data/pass"] = max(prompts.passes)
+        numbers |= {"data/pass": max(prompts.passes), "rollout/drawn_late": float(self._redrawn)}
         self._log_iteration(numbers, update)
         if self.control.training_stopped:
             self.trainer.should_stop = True
 
     def generate(self, prompts: PromptBatch, *, greedy: bool = False) -> Rollout:
-        """Responses of the current policy, on the module's device."""
-        rollout = self.engine.generate(
+        """Responses of the engine's policy, on the module's device."""
+        return self._request(prompts, greedy)().to(self.device)
+
+    def _request(self, prompts: PromptBatch, greedy: bool = False) -> Callable[[], Rollout]:
+        """The call of the engine with the settings in force now, whenever it is made."""
+        return partial(
+            self.engine.generate,
             prompts,
             samples=1 if greedy else self.engine.sampling.samples,
             max_new_tokens=int(self.control.value("max_new_tokens")),
             seed=self.seed,
             greedy=greedy,
         )
-        return rollout.to(self.device)
+
+    def _rollout(self, prompts: PromptBatch) -> Rollout:
+        """The rollout generated ahead for these prompts, else one drawn now; with ``rollout.lag=1`` the next begins."""
+        rollout = self._ahead.take(prompts)
+        if rollout is not None and self._too_stale(rollout):
+            rollout = None
+        drawn_now = rollout is None
+        rollout = self.generate(prompts) if rollout is None else rollout.to(self.device)
+        if drawn_now and self._too_stale(rollout):
+            raise RuntimeError(
+                f"the engine still draws with weights {int(self._staleness(rollout).max())} iterations old, which "
+                f"rollout.max_staleness = {self.engine.ahead.max_staleness} forbids: its weights are not updated"
+            )
+        self._redrawn = drawn_now and self.engine.ahead.lag > 0
+        if self.engine.ahead.lag and self.control.iteration < self.iterations:
+            following = self.trainer.datamodule.train_batch(self.control.iteration)  # type: ignore[attr-defined]
+            self._ahead.begin(self._request(following), self.device)
+        return rollout
+
+    def _staleness(self, rollout: Rollout) -> Tensor:
+        """``[B]`` iterations by which the weights that drew each sample lie behind the policy."""
+        return self.control.iteration - 1 - rollout.policy_version
+
+    def _too_stale(self, rollout: Rollout) -> bool:
+        limit = self.engine.ahead.max_staleness
+        return limit is not None and bool((self._staleness(rollout) > limit).any())
 
     def score_rewards(self, prompts: PromptBatch, rollout: Rollout) -> Experience:
         """Experience with texts, scores ``[B]`` and the terms they consist of."""
@@ -306,6 +345,22 @@ class ActorCriticModule(LightningModule):
         self.engine.setup(self.actor.lm, self.tokenizer)
         self.reward.to(self.device)
 
+    def teardown(self, stage: str) -> None:
+        """End the thread of asynchronous rollouts."""
+        self._ahead.close()
+
+    def on_fit_start(self) -> None:
+        """Asynchronous rollouts need to know the next batch.
+
+        Raises:
+            RuntimeError: ``rollout.lag=1`` with a data module that cannot tell.
+        """
+        if self.engine.ahead.lag and not hasattr(getattr(self.trainer, "datamodule", None), "train_batch"):
+            raise RuntimeError(
+                "rollout.lag = 1 needs a data module with a method train_batch(index) -> PromptBatch, such as "
+                "PromptDataModule; this one has none"
+            )
+
     def on_train_start(self) -> None:
         """A restored optimiser brings the settings it was saved with; the configuration of this run decides."""
         optimizer = self.optimizers()
@@ -313,7 +368,7 @@ class ActorCriticModule(LightningModule):
             group.update({key: value for key, value in fresh.items() if key not in ("params", "lr")})
             group["initial_lr"] = fresh["lr"]
             group["betas"], group["eps"] = self.settings.optimizer.betas, self.settings.optimizer.eps
-        self.engine.update_weights(self.control.update)
+        self.engine.update_weights(self.control.iteration)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Control, counters and configuration; of a frozen reference only the fingerprint, its weights never change."""
@@ -322,6 +377,7 @@ class ActorCriticModule(LightningModule):
             "progress": dict(self._progress),
             "run_config": self.run_config,
             "reference_fingerprint": self._reference_fingerprint(),
+            "rollout_ahead": self._ahead.state_dict(),
         }
         state = checkpoint["state_dict"]
         for name in [name for name in state if name.startswith("reference.")]:
@@ -337,6 +393,8 @@ class ActorCriticModule(LightningModule):
             )
         self.control.load_state_dict(saved["control"])
         self._progress = dict(saved["progress"])
+        if self.engine.ahead.lag:
+            self._ahead.load_state_dict(saved["rollout_ahead"], self.device)
         if isinstance(self.reference, torch.nn.Module):
             checkpoint["state_dict"].update(self.reference.state_dict(prefix="reference."))
 

@@ -129,8 +129,11 @@ def blocks(config: Mapping[str, Any]) -> Iterator[Problem]:
             near = hint(key, dict.fromkeys(known.rpartition(".")[0] for known in shipped_keys()))
             yield Problem(key, block, f"a block with a _target_, the class or function to build; {near}".rstrip("; "))
     for name, value in (get(config, "model") or {}).items():
-        if name not in ("source", "policy"):
-            yield Problem(f"model.{name}", value, f"nothing reads this key; {hint(f'model.{name}', shipped_keys())}")
+        unread = {} if name in ("source", "policy") else {name: value}
+        if name == "lr" and isinstance(value, Mapping):
+            unread = {f"lr.{part}": rate for part, rate in value.items() if part not in ("actor", "critic")}
+        for key, bad in unread.items():
+            yield Problem(f"model.{key}", bad, f"nothing reads this key; {hint(f'model.{key}', shipped_keys())}")
 
 
 def targets(config: Mapping[str, Any], prefix: str = "") -> Iterator[Problem]:

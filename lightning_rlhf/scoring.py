@@ -71,8 +71,8 @@ def score_experience(
     mask, device = experience.response_mask, experience.response_ids.device
     rows_total, columns_total = mask.shape
     names = ["old_logprobs", "entropy"] + (["ref_logprobs"] if reference is not None else [])
-    scored = {name: torch.zeros(rows_total, columns_total, device=device) for name in names}
-    values = torch.zeros(rows_total, columns_total + 1, device=device)
+    scored = {name: torch.zeros(rows_total, columns_total, dtype=torch.float32, device=device) for name in names}
+    values = torch.zeros(rows_total, columns_total + 1, dtype=torch.float32, device=device)
     shared = isinstance(critic, SharedCritic)
     for index, part in split_by_tokens(experience, experience.lengths(), budget):
         rows, columns = index.to(device), part.response_ids.shape[1]

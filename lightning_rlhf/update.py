@@ -164,7 +164,7 @@ class UpdateLoop:
             else:
                 self.metrics.mean(name, number)
         for name, clipped in stats.clipped.items():
-            self.metrics.mean(f"grad_clipped/{name}", torch.tensor(float(clipped)))
+            self.metrics.mean(f"grad_clipped/{name}", torch.tensor(float(clipped), dtype=torch.float32))
 
 
 class MinibatchPlan:
@@ -226,7 +226,8 @@ def gradient_norms(optimizer: Any) -> dict[str, Tensor]:
     for group in optimizer.param_groups:
         gradients = [p.grad for p in group["params"] if p.grad is not None]
         device = group["params"][0].device
-        norms[group["name"]] = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=device)
+        none = torch.zeros((), dtype=torch.float32, device=device)
+        norms[group["name"]] = torch.nn.utils.get_total_norm(gradients) if gradients else none
     return norms
 
 

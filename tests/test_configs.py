@@ -145,6 +145,16 @@ def test_every_option_composes_and_instantiates(compose, tiny_run, tmp_path, gro
     assert len(ours) == expected + 1, "the configured callbacks, and the random state"
 
 
+def test_a_checkpoint_callback_that_counts_optimiser_steps_is_warned_about(compose):
+    from lightning_rlhf import schema
+    from lightning_rlhf.assembly import make_trainer
+
+    target = "lightning.pytorch.callbacks.ModelCheckpoint"
+    block = f"+callbacks.mine={{_target_: {target}, every_n_train_steps: 10}}"
+    with pytest.warns(UserWarning, match="every_n_train_steps=10 counts optimiser steps"):
+        make_trainer(schema.check(compose("logger=none", block)))
+
+
 SMALL = {
     "smollm2_arithmetic": ["data.prompts_per_iteration=2", "data.validation.size=2", "module.update.minibatch_size=2"],
 }

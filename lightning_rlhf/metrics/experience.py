@@ -40,7 +40,7 @@ def experience_metrics(experience: Experience, metrics: MetricBatch) -> None:
     metrics.mean("return/mean", experience.require("returns"), valid, std="return/std")
     if experience.values is not None:
         metrics.mean("value/mean", experience.values, valid)
-    metrics.sum("batch/sequences", torch.full((), float(len(experience)), device=scores.device))
+    metrics.sum("batch/sequences", torch.full((), len(experience), dtype=torch.float64, device=scores.device))
     metrics.sum("batch/tokens", generated)
 
 

@@ -159,6 +159,11 @@ METRICS: list[Metric] = [
     _m("rollout/logprob_abs_diff_max", "nats/token", "down", "max", "The largest one.",
        verl="training/rollout_probs_diff_max (of probabilities)",
        trl="sampling/sampling_logp_difference/max (GRPO)"),
+    _m("rollout/staleness_mean", "iterations", "down", "sequences", "How many iterations behind the policy the weights "
+       "were that drew a sample; 0 is on-policy, 1 what `rollout.lag=1` gives."),
+    _m("rollout/staleness_max", "iterations", "down", "max", "The stalest sample."),
+    _m("rollout/drawn_late", "0 or 1", "down", "once", "1 where rollouts run ahead and this one had to be drawn on the "
+       "spot: the run's first, or one that was too stale."),
     # --- optimiser -----------------------------------------------------------------------------------------------
     _m("grad_norm/<group>", "1", "neither", "steps", "Global L2 norm of a parameter group's gradient (actor, critic), "
        "before clipping.", verl="actor/grad_norm, critic/grad_norm"),
@@ -202,6 +207,9 @@ METRICS: list[Metric] = [
     _m("time/score", "s", "down", "rank 0", "Old and reference log-probabilities, values and advantages.",
        verl="timing_s/{old_log_prob,ref,values,adv}"),
     _m("time/update", "s", "down", "rank 0", "All epochs of the update.", verl="timing_s/{update_actor,update_critic}"),
+    _m("time/rollout_wait", "s", "down", "rank 0", "Waiting, after the update, for the rollout that is generated ahead "
+       "(`rollout.lag=1`)."),
+    _m("time/weights", "s", "down", "rank 0", "Sending the weights to the rollout engine."),
     _m("time/iteration", "s", "down", "rank 0", "The whole iteration.", verl="timing_s/step", trl="step_time (GRPO)"),
     _m("memory/peak_gib", "GiB", "down", "rank 0", "Largest device memory in use by tensors during the iteration.",
        verl="perf/max_memory_allocated_gb"),

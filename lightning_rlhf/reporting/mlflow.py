@@ -120,7 +120,13 @@ class RLMLFlowLogger(MLFlowLogger):
         if not self._opened:
             import mlflow
 
+            environment = os.environ.get("MLFLOW_TRACKING_URI")
             mlflow.set_tracking_uri(self.tracking_uri)
+            # MLflow exports the address too; the next run of a sweep in this process must not take it for the user's.
+            if environment is None:
+                os.environ.pop("MLFLOW_TRACKING_URI", None)
+            else:
+                os.environ["MLFLOW_TRACKING_URI"] = environment
             self.run.open()
             self._opened = True
             if self.run.resumed:

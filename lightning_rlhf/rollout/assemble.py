@@ -33,7 +33,7 @@ class Generated:
 
 
 def row_seeds(prompts: PromptBatch, samples: int, seed: int) -> list[int]:
-    """The seed of every row, ``samples`` adjacent rows per prompt; see :func:`~lightning_rlhf.experience.sample_seed`."""
+    """Every row's seed, see :func:`lightning_rlhf.experience.sample_seed`; a prompt has ``samples`` adjacent rows."""
     asked = zip(prompts.keys, prompts.passes, strict=True)
     return [sample_seed(seed, key, sample, data_pass) for key, data_pass in asked for sample in range(samples)]
 

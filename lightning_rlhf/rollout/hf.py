@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import deepcopy
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightning_rlhf.experience import PromptBatch, Rollout
+from lightning_rlhf.rollout.ahead import Ahead
 from lightning_rlhf.rollout.assemble import row_seeds
 from lightning_rlhf.rollout.base import Sampling, length_mask, pad_left
 from lightning_rlhf.rollout.binding import Binding, announce, bind, check_finite, check_prompts, stop_ids_setting
@@ -39,6 +41,9 @@ class HFEngine:
         ignore_eos: no token ends a response; each has exactly ``max_new_tokens`` (benchmarks).
         max_batch_tokens: limit of rows x (longest prompt + ``max_new_tokens``) generated at a time; bounds the
             memory of the cache, changes no sample. ``None``: everything at once.
+        lag: 1 generates the next batch while this one is trained on, from a copy of the language model; 0 generates
+            with the trained weights themselves.
+        max_staleness: see :class:`~lightning_rlhf.rollout.Ahead`.
     """
 
     def __init__(
@@ -52,10 +57,13 @@ class HFEngine:
         stop_token_ids: Iterable[int] | None = None,
         ignore_eos: bool = False,
         max_batch_tokens: int | None = None,
+        lag: int = 0,
+        max_staleness: int | None = None,
     ) -> None:
         self.sampling = Sampling(
             temperature=temperature, top_k=top_k, top_p=top_p, samples=samples, max_new_tokens=max_new_tokens
         )
+        self.ahead = Ahead(lag, max_staleness)
         if max_batch_tokens is not None and (not isinstance(max_batch_tokens, int) or max_batch_tokens < 1):
             raise ValueError(
                 f"rollout.max_batch_tokens = {max_batch_tokens!r} is not allowed: an integer >= 1, or null for no limit"
@@ -65,6 +73,8 @@ class HFEngine:
         self.max_batch_tokens = max_batch_tokens
         self.policy_version = 0
         self._bound: tuple[CachedModel, Binding] | None = None
+        self._trained: PreTrainedModel | None = None
+        """Where weights are copied from, if this engine has a model of its own."""
 
     def setup(self, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         """Bind model and tokenizer; see :meth:`RolloutEngine.setup`.
@@ -73,12 +83,18 @@ class HFEngine:
             ValueError: a stop token lies outside the vocabulary, or the model takes no key-value cache.
         """
         binding = bind(lm, tokenizer, self.stop_token_ids)
-        self._bound = CachedModel(lm), binding
+        self._trained = lm if self.ahead.lag else None
+        self._bound = CachedModel(deepcopy(lm).requires_grad_(False) if self.ahead.lag else lm), binding
         announce(binding, self.sampling, ignore_eos=self.ignore_eos)
 
     def update_weights(self, version: int) -> None:
-        """The weights are shared and no cache outlives :meth:`generate`, so only the version changes."""
+        """Shared weights need no transfer, and no cache outlives :meth:`generate`; with ``lag = 1`` they are copied."""
         self.policy_version = version
+        if self._trained is not None:
+            own = self._require_setup()[0].lm.state_dict()
+            with torch.no_grad():
+                for name, tensor in self._trained.state_dict().items():
+                    own[name].copy_(tensor)
 
     def describe(self) -> dict[str, Any]:
         """Every setting in force, as plain values; ``ignored_generation_config`` is what the checkpoint wanted."""
@@ -89,6 +105,7 @@ class HFEngine:
             "stop_token_ids": [] if self.ignore_eos else binding.stop_ids,
             "ignore_eos": self.ignore_eos,
             "max_batch_tokens": self.max_batch_tokens,
+            **asdict(self.ahead),
             "ignored_generation_config": binding.ignored,
         }
 

@@ -546,6 +546,13 @@ def test_the_environment_names_the_store_unless_told_otherwise(
     assert make(tracking_uri=f"sqlite:///{store}/mlflow.db").tracking_uri.startswith("sqlite")
 
 
+def test_the_store_of_one_run_is_not_taken_for_the_users_choice_by_the_next(make: Make, tmp_path: Path) -> None:
+    first = make()
+    first.log_metrics({"my/a": 1.0}, step=1)
+    assert first.flush(30) and "MLFLOW_TRACKING_URI" not in os.environ
+    assert RLMLFlowLogger(tmp_path / "next", store_dir=tmp_path / "other").tracking_uri.endswith("other/mlflow.db")
+
+
 def test_a_plain_folder_is_refused(make: Make) -> None:
     with pytest.raises(ValueError, match=r"tracking_uri = 'file:\./mlruns' is not allowed: .*sqlite:///FILE"):
         make(tracking_uri="file:./mlruns")
