@@ -9,10 +9,13 @@ from dataclasses import asdict, replace
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from lightning_rlhf.experience import PromptBatch, Rollout
+from lightning_rlhf.rollout.ahead import Ahead
 from lightning_rlhf.rollout.assemble import Generated, assemble_rollout, row_seeds
 from lightning_rlhf.rollout.base import Sampling
-from lightning_rlhf.rollout.binding import Binding, announce, bind, check_prompts, stop_ids_setting
+from lightning_rlhf.rollout.binding import Binding, announce, bind, check_prompts, stop_ids_setting, unwrapped
 from lightning_rlhf.rollout.pool import Row, ServerPool
 from lightning_rlhf.rollout.server import START, Server, ServerMismatch
 from lightning_rlhf.rollout.store import WeightStore
@@ -50,6 +53,8 @@ class VLLMServerEngine:
         weights_host: address of this machine that the servers can reach; weights are offered there.
         weights_port: port for it; 0 takes a free one.
         weights_part_mib: weights travel in parts of about this size.
+        lag: 1 generates the next batch while this one is trained on; 0 is on-policy.
+        max_staleness: see :class:`~lightning_rlhf.rollout.Ahead`.
 
     Raises:
         ValueError: a setting is not allowed.
@@ -73,10 +78,13 @@ class VLLMServerEngine:
         weights_host: str = "127.0.0.1",
         weights_port: int = 0,
         weights_part_mib: int = 256,
+        lag: int = 0,
+        max_staleness: int | None = None,
     ) -> None:
         self.sampling = Sampling(
             temperature=temperature, top_k=top_k, top_p=top_p, samples=samples, max_new_tokens=max_new_tokens
         )
+        self.ahead = Ahead(lag, max_staleness)
         if temperature < LOWEST_TEMPERATURE:
             _refuse("temperature", temperature, f"vLLM samples at {LOWEST_TEMPERATURE} or above")
         if isinstance(urls, str) or not urls or len(set(urls)) < len(urls):
@@ -114,9 +122,12 @@ class VLLMServerEngine:
         The servers get the weights at the first generation or update.
 
         Raises:
-            ValueError: a server runs another model, or reports log-probabilities of another distribution.
+            ValueError: a server runs another model, or reports log-probabilities of another distribution; or there
+                are several training processes.
             ServersGone: none of the servers can be reached.
         """
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            raise ValueError("rollout=vllm_server is driven by one training process; with several use rollout=hf")
         with self._lock:
             self._lm, self._binding, self._label = lm, bind(lm, tokenizer, self.stop_token_ids), ""
             self._pool.bring_up(self._verify)
@@ -185,6 +196,7 @@ class VLLMServerEngine:
             "retry_seconds": self._pool.retry_seconds,
             **self._settings,
             "weights_from": self._store.url if self._store is not None else None,
+            **asdict(self.ahead),
             "servers": {member.server.url: dict(member.server.facts) for member in self._pool.members},
             "ignored_generation_config": binding.ignored,
         }
@@ -227,7 +239,7 @@ class VLLMServerEngine:
         self._pool.finish_probes(wait=True)  # none may be reading the copy that is replaced
         self._transfers += 1
         self._label = f"{self._run}-{self._transfers}"
-        self._store.publish(self._label, named_weights(self._lm))
+        self._store.publish(self._label, named_weights(unwrapped(self._lm)))
         self._pool.bring_up(self._make_ready)
 
     def _open_store(self) -> WeightStore:

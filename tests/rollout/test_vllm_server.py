@@ -289,7 +289,9 @@ def test_a_damaged_part_is_refused_fake_server(start, connect):
 def test_weights_are_cut_into_parts_and_put_together_again():
     weights = [(f"w{i}", torch.full((size,), float(i))) for i, size in enumerate((10, 10, 30, 5, 1))]
     parts = [list(part) for part in in_parts(iter(weights), size=80)]
-    assert parts == [["w0", "w1"], ["w2"], ["w3", "w4"]], "80 bytes are 20 numbers; a larger tensor is a part of its own"
+    assert parts == [["w0", "w1"], ["w2"], ["w3", "w4"]], (
+        "80 bytes are 20 numbers; a larger tensor is a part of its own"
+    )
     transposed = torch.arange(6.0).reshape(2, 3).T
     [part] = in_parts([("t", transposed)], size=80)
     assert part["t"].is_contiguous() and torch.equal(part["t"], transposed)
