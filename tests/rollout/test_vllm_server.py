@@ -225,7 +225,7 @@ def test_all_servers_gone_and_one_back_in_time_fake_server(start, connect, batch
 
 def test_one_response_that_no_server_can_give_fake_server(start, connect, batch):
     servers = [start(fault=ANSWERS["error 500"]) for _ in range(2)]
-    with pytest.raises(ServersGone, match="one response was asked for 3 times.*out of memory"):
+    with pytest.raises(ServersGone, match=r"one response was asked for 3 times.*out of memory"):
         draw(connect(*servers, retries=2), batch)
 
 
