@@ -6,8 +6,17 @@ if __name__ != "lightning_rlhf.callbacks":
 
 from lightning_rlhf.callbacks.adaptive_kl import AdaptiveKL
 from lightning_rlhf.callbacks.base import RLHFCallback
+from lightning_rlhf.callbacks.calibrate import Calibrate, CalibrationError
 from lightning_rlhf.callbacks.gradient_monitor import GradientMonitor
 from lightning_rlhf.callbacks.kl_early_stop import KLEarlyStop
 from lightning_rlhf.callbacks.samples_table import SamplesTable
 
-__all__ = ["AdaptiveKL", "GradientMonitor", "KLEarlyStop", "RLHFCallback", "SamplesTable"]
+__all__ = [
+    "AdaptiveKL",
+    "Calibrate",
+    "CalibrationError",
+    "GradientMonitor",
+    "KLEarlyStop",
+    "RLHFCallback",
+    "SamplesTable",
+]

@@ -46,6 +46,10 @@ class PromptBatch:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def first(self, count: int) -> PromptBatch:
+        """The first ``count`` prompts, or all if there are fewer."""
+        return PromptBatch(*(getattr(self, f.name)[:count] for f in fields(self)))
+
     def repeat(self, samples: int) -> PromptBatch:
         """Each prompt ``samples`` times, copies side by side."""
 

@@ -216,6 +216,28 @@ class ActorCriticModule(LightningModule):
             greedy=greedy,
         )
 
+    @torch.no_grad()
+    def probe(self, prompts: PromptBatch, *, max_new_tokens: int) -> tuple[Rollout, Tensor]:
+        """One answer of the engine to each prompt, and the trainer's log-probabilities of its tokens.
+
+        For callbacks that compare the two sides. Nothing of the run changes: no clock, no random state, no metric.
+        Call it where the engine is idle: in ``on_rollout_start``, or outside of training.
+
+        Args:
+            prompts: what is asked.
+            max_new_tokens: longest answer; the limit of the rollouts stays in force.
+
+        Returns:
+            The rollout, and ``[B, R]`` float32 log-probabilities (nats), 0 on padding.
+        """
+        limit = min(max_new_tokens, int(self.control.value("max_new_tokens")))
+        with self.trainer.precision_plugin.forward_context():
+            answers = self.engine.generate(prompts, samples=1, max_new_tokens=limit, seed=self.seed).to(self.device)
+            experience = Experience.from_rollout(answers, prompts.texts, texts=[""] * len(answers))
+            temperature, budget = self.engine.sampling.temperature, self.settings.update.score_tokens
+            score_experience(experience, self.actor, None, None, temperature=temperature, budget=budget)
+        return answers, experience.require("old_logprobs")
+
     def _rollout(self, prompts: PromptBatch) -> Rollout:
         """The rollout generated ahead for these prompts, else one drawn now; with ``rollout.lag=1`` the next begins."""
         rollout = self._ahead.take(prompts)

@@ -164,6 +164,19 @@ METRICS: list[Metric] = [
     _m("rollout/staleness_max", "iterations", "down", "max", "The stalest sample."),
     _m("rollout/drawn_late", "0 or 1", "down", "once", "1 where rollouts run ahead and this one had to be drawn on the "
        "spot: the run's first, or one that was too stale."),
+    # --- calibration: engine against trainer at the same weights, on a probe ---------------------------------------
+    _m("calibrate/logprob_abs_diff_mean", "nats/token", "down", "tokens", "|trainer's - engine's log-probability| of "
+       "the tokens of a probe (callback calibrate): same weights, so rounding only; the run ends above its limit.",
+       verl="training/rollout_probs_diff_mean (of probabilities, on the rollout)"),
+    _m("calibrate/logprob_abs_diff_max", "nats/token", "down", "max", "The largest one."),
+    _m("calibrate/probs_diff_mean", "probability", "down", "tokens", "|trainer's - engine's probability| of the same "
+       "tokens.", verl="training/rollout_probs_diff_mean (on the rollout)"),
+    _m("calibrate/probs_diff_std", "probability", "down", "deviation", "Its spread.",
+       verl="training/rollout_probs_diff_std (on the rollout)"),
+    _m("calibrate/probs_diff_max", "probability", "down", "max", "The largest one.",
+       verl="training/rollout_probs_diff_max (on the rollout)"),
+    _m("calibrate/probs_pearson_corr", "1", "up", "tokens", "Pearson correlation of the two probabilities.",
+       verl="training/rollout_actor_probs_pearson_corr (on the rollout)"),
     # --- optimiser -----------------------------------------------------------------------------------------------
     _m("grad_norm/<group>", "1", "neither", "steps", "Global L2 norm of a parameter group's gradient (actor, critic), "
        "before clipping.", verl="actor/grad_norm, critic/grad_norm"),

@@ -109,6 +109,10 @@ class HFEngine:
             "ignored_generation_config": binding.ignored,
         }
 
+    def close(self) -> None:
+        """Let go of the model."""
+        self._bound = self._trained = None
+
     def generate(
         self, prompts: PromptBatch, *, samples: int, max_new_tokens: int, seed: int, greedy: bool = False
     ) -> Rollout:

@@ -50,13 +50,31 @@ def receive(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> Receipt:
     Args:
         worker: the vLLM worker.
         weights: names and tensors as in a Hugging Face checkpoint.
+
+    Raises:
+        Exception: whatever a loader or ``weights`` raises. The model then holds a mixture, which only a complete
+            transfer can mend.
     """
     receipt = Receipt()
     model = worker.get_model()
-    with torch.no_grad(), _counting(model, receipt):
-        worker.model_runner.reload_weights(weights_iterator=weights)
+    with torch.no_grad():
+        try:
+            with _counting(model, receipt):
+                worker.model_runner.reload_weights(weights_iterator=weights)
+        except BaseException:
+            _abandon(worker, model)
+            raise
         _refresh_tied(model)
     return receipt
+
+
+def _abandon(worker: Any, model: nn.Module) -> None:
+    """End a reload that broke off, or the next one would add to what has come of the layers that are incomplete."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+    with set_current_vllm_config(worker.vllm_config):
+        finalize_layerwise_reload(model, worker.vllm_config.model_config)
 
 
 def _refresh_tied(model: nn.Module) -> None:
@@ -75,7 +93,7 @@ def _refresh_tied(model: nn.Module) -> None:
 
 
 @contextmanager
-def _counting(model: nn.Module, receipt: Receipt) -> Iterator[None]:
+def _counting(model: Any, receipt: Receipt) -> Iterator[None]:
     """Count the elements written into every parameter while ``model.load_weights`` runs inside."""
     load_weights = model.load_weights
     written: Counter[str] = Counter()

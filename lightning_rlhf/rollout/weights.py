@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -49,16 +48,6 @@ def round_weight(weight: Tensor, bits: int, dim: int = 1) -> Tensor:
     values = weight.float()
     step = values.abs().amax(dim, keepdim=True) / (2 ** (bits - 1) - 1)
     return torch.where(step > 0, (values / step).round() * step, 0.0).to(weight.dtype)
-
-
-def fingerprint(weights: Iterable[tuple[str, Tensor]]) -> str:
-    """A hash of names, dtypes, shapes and every bit, for receivers that must hold the same weights as the sender."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name, tensor in weights:
-        data = tensor.detach().cpu().contiguous()
-        digest.update(f"{name} {data.dtype} {tuple(data.shape)}".encode())
-        digest.update(data.reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
 
 
 def _linear_layers(lm: nn.Module) -> dict[str, int]:
