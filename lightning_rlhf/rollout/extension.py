@@ -62,18 +62,8 @@ class WeightReceiver:
             receipt = receive(self, weights)
             receipt.check()
         except Exception as error:  # whatever a model's loader raises is the answer
-            _abandon(self)
             return {"error": f"{type(error).__name__}: {error}"}
         return {"label": label, "parameters": receipt.parameters}
-
-
-def _abandon(worker: Any) -> None:
-    """End a reload that broke off, or the next one would add to what had come of the layers that are incomplete."""
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
-    with set_current_vllm_config(worker.vllm_config):
-        finalize_layerwise_reload(worker.get_model(), worker.vllm_config.model_config)
 
 
 def fetch(source: str, token: str, label: str) -> Iterator[tuple[str, Tensor]]:

@@ -61,7 +61,7 @@ class ServerPool:
     def __init__(self, servers: Sequence[Server], *, per_server: int, retries: int, retry_seconds: float) -> None:
         self.members = [Member(server) for server in servers]
         self.per_server, self.retries, self.retry_seconds = per_server, retries, retry_seconds
-        self._threads = ThreadPoolExecutor((per_server + 1) * len(servers), thread_name_prefix="rollout-server")
+        self._threads: ThreadPoolExecutor | None = None
 
     @property
     def ready(self) -> list[Member]:
@@ -71,7 +71,7 @@ class ServerPool:
     def bring_up(self, action: Action) -> None:
         """Do what makes a server ready, for all at once; those where it fails are dropped."""
         self.finish_probes(wait=True)
-        jobs = [(member, self._threads.submit(action, member.server)) for member in self.members]
+        jobs = [(member, self.submit(action, member.server)) for member in self.members]
         for member, job in jobs:
             self._conclude(member, job)
 
@@ -114,15 +114,20 @@ class ServerPool:
         return _Run(self, rows, draw, action).finish()
 
     def close(self) -> None:
-        """End all requests and threads."""
+        """End all requests and threads; the pool can be used again."""
         for member in self.members:
             member.server.disconnect()
-        self._threads.shutdown(cancel_futures=True)
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
+            self._threads = None
 
     # --- what a run does with a server -------------------------------------------------------------------------------
 
     def submit(self, job: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Run a job in a thread of the pool."""
+        """Run a job in a thread of the pool, of which there is one for each request and probe that may be running."""
+        if self._threads is None:
+            threads = (self.per_server + 1) * len(self.members)
+            self._threads = ThreadPoolExecutor(threads, thread_name_prefix="rollout-server")
         return self._threads.submit(job, *arguments)
 
     def drop(self, member: Member, error: ServerFailed) -> None:

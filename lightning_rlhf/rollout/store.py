@@ -42,7 +42,7 @@ class WeightStore:
         self._server = _Server((host, port), _Handler)
         self._server.store = self
         self.url = f"http://{host}:{self._server.server_address[1]}"
-        Thread(target=self._server.serve_forever, name="weight-store", daemon=True).start()
+        Thread(target=self._server.serve_forever, args=(0.1,), name="weight-store", daemon=True).start()
 
     def publish(self, label: str, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace what is offered by a copy of ``weights``. No transfer may be in progress."""

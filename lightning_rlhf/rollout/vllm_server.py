@@ -186,6 +186,7 @@ class VLLMServerEngine:
     def describe(self) -> dict[str, Any]:
         """Every setting in force, as plain values, and what each server says of itself."""
         binding = self._bound()
+        facts = [member.server.facts for member in self._pool.members if member.server.facts]
         return {
             "engine": "vllm_server",
             **{name: value for name, value in asdict(self.sampling).items() if name != "greedy"},
@@ -197,15 +198,19 @@ class VLLMServerEngine:
             **self._settings,
             "weights_from": self._store.url if self._store is not None else None,
             **asdict(self.ahead),
+            # The coarsest there is, where servers differ.
+            "dtype": next((f["dtype"] for f in facts if f["dtype"] != "float32"), "float32"),
+            "quantization": next((f["quantization"] for f in facts if f["quantization"] is not None), None),
             "servers": {member.server.url: dict(member.server.facts) for member in self._pool.members},
             "ignored_generation_config": binding.ignored,
         }
 
     def close(self) -> None:
-        """Break off what is running and stop offering weights; the servers go on."""
+        """Break off what is running and stop offering weights; the servers go on, and :meth:`setup` may come again."""
         self._pool.close()
         if self._store is not None:
             self._store.close()
+        self._store = self._binding = self._lm = None
 
     # --- servers -----------------------------------------------------------------------------------------------------
 

@@ -23,14 +23,15 @@ Fault = Callable[["FakeVLLMServer", dict[str, Any]], Answer | None]
 """Given the server and the body of a request for tokens: another answer, or None for the right one."""
 
 
-def response_to(seed: int, limit: int) -> list[int]:
+def response_to(seed: int, limit: int, vocabulary: int = 50) -> list[int]:
     """The tokens of a row: length and ids follow from its seed."""
-    return [2 + (seed >> (5 * i)) % 40 for i in range(1 + seed % limit)]
+    return [2 + (seed >> (5 * i)) % (vocabulary - 2) for i in range(1 + seed % limit)]
 
 
 class FakeVLLMServer:
     def __init__(self, *, port: int = 0, fault: Fault | None = None, **facts: Any) -> None:
         self.facts = {"model": "fake", "vocabulary": 50, "max_model_len": 64, "logprobs_mode": "processed_logprobs"}
+        self.facts |= {"dtype": "float32", "quantization": None}
         self.facts |= facts
         self.fault = fault
         self.label = "default"
@@ -117,7 +118,7 @@ class FakeVLLMServer:
 
     def right_answer(self, body: dict[str, Any]) -> dict[str, Any]:
         sampling = body["sampling_params"]
-        ids = response_to(sampling["seed"], sampling["max_tokens"])
+        ids = response_to(sampling["seed"], sampling["max_tokens"], self.facts["vocabulary"])
         content = [{"token_id": i, "logprob": -i / 64} for i in ids]
         choice = {
             "index": 0,

@@ -1,4 +1,4 @@
-"""The pool of vLLM servers against an HTTP server in this process that fails on demand, and two real ones (slow)."""
+"""The engine of vLLM servers, against an HTTP server in this process that fails on demand."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_rlhf.checkpoint import latest_valid
 from lightning_rlhf.experience import Finish, sample_seed
 from lightning_rlhf.rollout import pool as pool_module
 from lightning_rlhf.rollout.pool import ServersGone
 from lightning_rlhf.rollout.server import RequestRefused
 from lightning_rlhf.rollout.store import WeightStore, in_parts
 from lightning_rlhf.rollout.vllm_server import VLLMServerEngine
+from lightning_rlhf.train import train
 from tests.rollout.fake_vllm_server import FakeVLLMServer, changed, dies_at, once, response_to, slow
+from tests.rollout.real_vllm_servers import free_port
 
 SEED = 7
 
@@ -373,7 +376,47 @@ def test_an_address_that_cannot_be_listened_on_fake_server(start, connect):
 
 
 def test_describe_fake_server(start, connect):
-    server = start()
-    described = connect(server).describe()
-    assert described["engine"] == "vllm_server" and described["samples"] == 2
-    assert described["servers"] == {server.url: server.facts}
+    servers = [start(), start(dtype="bfloat16", quantization="fp8")]
+    described = connect(*servers, lag=1).describe()
+    assert (described["engine"], described["samples"], described["lag"]) == ("vllm_server", 2, 1)
+    assert (described["dtype"], described["quantization"]) == ("bfloat16", "fp8"), "the coarsest"
+    assert described["servers"] == {server.url: server.facts for server in servers}
+
+
+def test_where_weights_are_offered_fake_server(start, connect):
+    port = free_port()
+    store = connect(start(), weights_port=port, weights_part_mib=3)._store
+    assert (store.url, store.part_bytes) == (f"http://127.0.0.1:{port}", 3 * 2**20)
+
+
+def test_an_engine_can_be_set_up_again_after_its_end_fake_server(start, connect, batch, llama, make_tokenizer):
+    engine = connect(start())
+    first = draw(engine, batch)
+    engine.close()
+    with pytest.raises(RuntimeError, match="setup"):
+        draw(engine, batch)
+    engine.setup(llama, make_tokenizer())
+    assert torch.equal(draw(engine, batch).response_ids, first.response_ids)
+
+
+# --- a run -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_whose_servers_are_gone_leaves_its_checkpoint_intact_fake_server(start, compose, tiny_run, tmp_path):
+    def dies_in_the_second_iteration(server: FakeVLLMServer, body: dict[str, Any]) -> None:
+        # Weights come before the held-out prompts, before training, and after the first iteration.
+        if server.calls.count("rlhf_receive") == 3:
+            server.kill()
+
+    server = start(vocabulary=17, fault=dies_in_the_second_iteration)
+    settings = [
+        "rollout=vllm_server",
+        f"rollout.urls=['{server.url}']",
+        "rollout.retries=1",
+        "rollout.retry_seconds=0.01",
+    ]
+    config = compose(*tiny_run, "iterations=3", "logger=none", "callbacks.calibrate=null", *settings)
+    config.callbacks.checkpoint.every_n_iterations = 1
+    with pytest.raises(ServersGone, match=server.url):
+        train(config)
+    assert latest_valid(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "iteration_000001.ckpt"
