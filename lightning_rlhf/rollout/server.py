@@ -154,7 +154,7 @@ class Server:
             raise ServerFailed(f"{self.url}{path}: {type(error).__name__}: {error}") from error
         finally:
             with self._lock:
-                self._open.discard(opened)  # type: ignore[arg-type]
+                self._open.discard(opened)
             connection.close()
         return self._read(path, response.status, text)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import http.client
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +14,6 @@ from lightning_rlhf.experience import Finish, sample_seed
 from lightning_rlhf.rollout import pool as pool_module
 from lightning_rlhf.rollout.pool import ServersGone
 from lightning_rlhf.rollout.server import RequestRefused
-from lightning_rlhf.rollout.store import WeightStore, in_parts
 from lightning_rlhf.rollout.vllm_server import VLLMServerEngine
 from lightning_rlhf.train import train
 from tests.rollout.fake_vllm_server import FakeVLLMServer, changed, dies_at, once, response_to, slow
@@ -287,36 +284,6 @@ def test_a_damaged_part_is_refused_fake_server(start, connect):
     store._parts[0] = store._parts[0][:-1] + bytes([store._parts[0][-1] ^ 1])
     engine._pool.bring_up(engine._make_ready)
     assert "part 0 of the weights" in engine._pool.causes() and "sha256 is wrong" in engine._pool.causes()
-
-
-def test_weights_are_cut_into_parts_and_put_together_again():
-    weights = [(f"w{i}", torch.full((size,), float(i))) for i, size in enumerate((10, 10, 30, 5, 1))]
-    parts = [list(part) for part in in_parts(iter(weights), size=80)]
-    assert parts == [["w0", "w1"], ["w2"], ["w3", "w4"]], (
-        "80 bytes are 20 numbers; a larger tensor is a part of its own"
-    )
-    transposed = torch.arange(6.0).reshape(2, 3).T
-    [part] = in_parts([("t", transposed)], size=80)
-    assert part["t"].is_contiguous() and torch.equal(part["t"], transposed)
-
-
-def test_the_store_answers_only_to_its_token_and_label():
-    store = WeightStore(part_bytes=100)
-    store.publish("run-1", [("w", torch.ones(3))])
-
-    def ask(path: str, token: str | None = None) -> int:
-        connection = http.client.HTTPConnection(store.url.removeprefix("http://"))
-        connection.request("GET", path, headers={"Authorization": f"Bearer {token or store.token}"})
-        return connection.getresponse().status
-
-    assert [ask(path) for path in ("/manifest", "/run-1/0", "/run-1/1", "/run-0/0", "/run-1/-1", "/")] == [
-        *(200, 200, 404, 404, 404, 404)
-    ]
-    assert ask("/manifest", "guess") == ask("/run-1/0", "guess") == 403
-    snapshot = copy.copy(store._parts)
-    store.publish("run-2", [("w", torch.zeros(3))])
-    assert ask("/run-1/0") == 404 and store._parts != snapshot
-    store.close()
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
