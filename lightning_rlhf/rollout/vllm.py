@@ -220,6 +220,21 @@ class VLLMEngine:
                 torch.set_num_threads = set_num_threads
                 torch.set_num_threads(threads)
         self._lm = lm
+        self._try_out(type(inner).__name__)
+
+    def _try_out(self, architecture: str) -> None:
+        """One token: what vLLM has no kernel for comes to light only when it runs."""
+        llm, binding, _ = self._require_setup()
+        one = self._sampling_params(replace(self.sampling, max_new_tokens=1), 0, binding)
+        try:
+            with quiet(), _global_generator_kept():
+                llm.generate([{"prompt_token_ids": [0]}], one, use_tqdm=False)
+        except RuntimeError as error:
+            self.close()
+            raise ValueError(
+                f"rollout=vllm cannot run this {architecture} here: {error}. On a CPU the size of an attention head "
+                f"(hidden size / heads) must be one that vLLM knows, such as 32, 64 or 128."
+            ) from error
 
     def update_weights(self, version: int) -> None:
         """Send the trainer's weights; the prefix cache is dropped once all have arrived.
