@@ -30,7 +30,7 @@ class ExperienceStats:
     tokens: int
     score_mean: float
     entropy: float
-    """Mean entropy of the policy, nats per token."""
+    """Mean entropy of the policy, nats per token; NaN where the old policy is not scored (bypass mode)."""
     kl_ref: float
     """Current policy against reference, nats per token, in the configured estimator; 0 without reference."""
     advantage_abs_mean: float

@@ -25,6 +25,7 @@ from lightning_rlhf.metrics.batch import MetricBatch
 from lightning_rlhf.metrics.experience import experience_metrics, policy_metrics
 from lightning_rlhf.metrics.moments import RunningMoments
 from lightning_rlhf.metrics.names import check
+from lightning_rlhf.mixins.rollout_correction import RolloutCorrectionMixin
 from lightning_rlhf.models import Policy, SharedCritic
 from lightning_rlhf.rewards import CompositeReward
 from lightning_rlhf.rollout import AheadRollouts, RolloutEngine
@@ -47,7 +48,8 @@ class ActorCriticModule(LightningModule):
     """PPO with an actor, an optional critic and an optional reference model.
 
     Mixins and users override the extension points, and only those: :meth:`actor_logprobs`,
-    :meth:`prepare_experience`, :meth:`policy_loss`, :meth:`extra_losses` and :meth:`parameter_groups`.
+    :meth:`prepare_experience`, :meth:`policy_loss`, :meth:`extra_losses`, :meth:`parameter_groups`,
+    :attr:`scores_old_policy` and :meth:`update_metrics`.
 
     Args:
         policy: actor, critic, reference and tokenizer, see :func:`lightning_rlhf.models.build_policy`.
@@ -167,6 +169,15 @@ class ActorCriticModule(LightningModule):
             if part is not None
         ]
 
+    @property
+    def scores_old_policy(self) -> bool:
+        """Whether the trainer computes the old log-probabilities; if not, the engine's stand for them."""
+        return True
+
+    def update_metrics(self) -> dict[str, float]:
+        """Called once after the update: numbers gathered meanwhile, the same on every rank."""
+        return {}
+
     # --- one iteration -------------------------------------------------------------------------------------------
 
     def training_step(self, prompts: PromptBatch, batch_idx: int) -> None:
@@ -255,6 +266,7 @@ class ActorCriticModule(LightningModule):
             self.reference,
             temperature=self.engine.sampling.temperature,
             budget=self.settings.update.score_tokens,
+            old_policy=self.scores_old_policy,
         )
 
     def compute_advantages(self, experience: Experience, metrics: MetricBatch) -> None:
@@ -423,7 +435,7 @@ class ActorCriticModule(LightningModule):
             sequences=int(numbers["batch/sequences"]),
             tokens=int(numbers["batch/tokens"]),
             score_mean=numbers["reward/mean"],
-            entropy=numbers["entropy/mean"],
+            entropy=numbers.get("entropy/mean", math.nan),
             kl_ref=numbers.get("kl/ref", 0.0),
             advantage_abs_mean=numbers["advantage/abs_mean"],
             response_length_mean=numbers["response/length_mean"],
@@ -444,7 +456,7 @@ class ActorCriticModule(LightningModule):
         sequences, tokens = numbers.pop("batch/sequences"), numbers.pop("batch/tokens")
         self._progress["sequences"] += int(sequences)
         self._progress["tokens"] += int(tokens)
-        numbers |= self._update_loop.metrics.compute()
+        numbers |= self._update_loop.metrics.compute() | self.update_metrics()
         numbers |= {"ppo/epochs_used": update.epochs_used, "ppo/updates": update.steps}
         numbers |= {"ppo/steps_skipped": update.steps_skipped, "kl/coefficient": control.value("kl_coefficient")}
         numbers |= {f"lr/{g['name']}": g["lr"] for g in self.optimizers().param_groups}  # type: ignore[union-attr]
@@ -492,5 +504,5 @@ STABILITY_COUNTS = {
 """Cumulative counts of ``module.control`` and the metric each is logged as."""
 
 
-class PPOModule(ActorCriticModule):
+class PPOModule(RolloutCorrectionMixin, ActorCriticModule):
     """The default composition. Mixins stand before the base class: ``class Mine(MyMixin, PPOModule)``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.resources
 import inspect
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
@@ -14,8 +15,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_rlhf.arithmetic import Arithmetic
 from lightning_rlhf.locate import locate
+from lightning_rlhf.mixins.correction_settings import RolloutCorrectionSettings
 from lightning_rlhf.settings import PPOSettings, SettingError, build
 from lightning_rlhf.spelling import hint
+from lightning_rlhf.verl import VerlBlockError, adopt
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,12 @@ def check(config: DictConfig) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         key = str(getattr(error, "full_key", None) or "configuration")
         raise ConfigError([Problem(key, "unset or unresolved", str(error).splitlines()[0])]) from error
+    try:
+        plain, notes = adopt(plain)
+    except VerlBlockError as error:
+        raise ConfigError([Problem(error.key, error.value, error.allowed)]) from error
+    for note in notes:
+        log.info(note)
     checks = (top_level, blocks, targets, module_settings, trainer_options, numbers, combinations, files)
     problems = [problem for each in checks for problem in each(plain)]
     if problems:
@@ -101,7 +112,7 @@ def shipped_keys() -> list[str]:
         for file in sorted((root / group).iterdir(), key=lambda entry: entry.name):
             if file.name.endswith(".yaml") and group != "experiment":
                 content = {k: v for k, v in _yaml(file).items() if k != "defaults"}
-                keys += [f"{group}.{key}" for key, _ in flatten(content)]
+                keys += [f"{_package(file, group)}.{key}" for key, _ in flatten(content)]
     return list(dict.fromkeys(keys))
 
 
@@ -109,6 +120,7 @@ def top_level(config: Mapping[str, Any]) -> Iterator[Problem]:
     """Keys beside those of train.yaml and its groups."""
     train = _yaml(importlib.resources.files("lightning_rlhf.conf") / "train.yaml")
     groups = [name for entry in train["defaults"] if isinstance(entry, dict) for name in entry]
+    groups = [name for name in groups if name not in PLACED_ELSEWHERE]
     known = [name for name in train if name not in ("defaults", "hydra")] + groups
     for name, value in config.items():
         if name in known:
@@ -116,6 +128,10 @@ def top_level(config: Mapping[str, Any]) -> Iterator[Problem]:
         for key, leaf in flatten({name: value}):
             text = hint(key, [*known, *shipped_keys()]) or f"known at the top: {', '.join(known)}"
             yield Problem(key, leaf, f"nothing reads this key; {text}")
+
+
+PLACED_ELSEWHERE = {"rollout_correction"}
+"""Groups whose files fill a block of another group (``# @package`` on their first line)."""
 
 
 def blocks(config: Mapping[str, Any]) -> Iterator[Problem]:
@@ -168,7 +184,7 @@ def _arguments(key: str, node: Mapping[str, Any]) -> Iterator[Problem]:
     if not callable(target):
         yield Problem(f"{key}._target_", path, "a class or a function")
         return
-    parameters = inspect.signature(target).parameters
+    parameters = parameters_of(target)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     named = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     supplied = SUPPLIED.get(key, set())
@@ -188,6 +204,20 @@ def _arguments(key: str, node: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem(f"{key}.{name}", "missing", f"{path} needs it")
 
 
+def parameters_of(target: Any) -> dict[str, inspect.Parameter]:
+    """Parameters of a callable; a cooperative ``__init__(*args, **kwargs)`` also takes those of the next class in line."""
+    found: dict[str, inspect.Parameter] = {}
+    for cls in target.__mro__[:-1] if inspect.isclass(target) else ():
+        if "__init__" not in vars(cls):
+            continue
+        parameters = list(inspect.signature(vars(cls)["__init__"]).parameters.values())[1:]
+        named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        found = {p.name: p for p in named} | found
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return found
+    return dict(inspect.signature(target).parameters)  # no class, or each in line takes whatever it is given
+
+
 def _is_reward_function(key: str, target: Any) -> bool:
     """A plain function as a reward: its one free argument is the batch, which it gets when it is called."""
     return key.startswith("reward.") and inspect.isfunction(target)
@@ -196,10 +226,15 @@ def _is_reward_function(key: str, target: Any) -> bool:
 # --- values ----------------------------------------------------------------------------------------------------------
 
 
+MIXIN_SETTINGS: dict[str, type] = {"rollout_correction": RolloutCorrectionSettings}
+"""Blocks of ``module`` that belong to a mixin; null or absent switches it off."""
+
+
 def module_settings(config: Mapping[str, Any]) -> Iterator[Problem]:
     """Unknown keys and values out of range in the blocks of ``module``."""
-    for field in fields(PPOSettings):
-        block = f"module.{field.name}"
+    kinds: dict[str, type] = {f.name: type(getattr(PPOSettings(), f.name)) for f in fields(PPOSettings)}
+    for name, kind in (kinds | MIXIN_SETTINGS).items():
+        block = f"module.{name}"
         given = get(config, block)
         if not isinstance(given, (Mapping, type(None))):
             yield Problem(block, given, "a block of settings")
@@ -207,14 +242,14 @@ def module_settings(config: Mapping[str, Any]) -> Iterator[Problem]:
         values = dict(given or {})
         while True:
             try:
-                build(type(getattr(PPOSettings(), field.name)), block, values)
+                build(kind, block, values)
                 break
             except SettingError as error:
                 yield Problem(error.key, error.value, error.allowed)
-                name = error.key.rpartition(".")[2]
-                if name not in values:
+                wrong = error.key.rpartition(".")[2]
+                if wrong not in values:
                     break
-                del values[name]
+                del values[wrong]
 
 
 REFUSED_TRAINER_OPTIONS = {
@@ -364,6 +399,12 @@ def warnings(config: Mapping[str, Any]) -> Iterator[str]:
             f"rollout.top_k = {top_k}, top_p = {top_p}: samples come from a part of the vocabulary, while the "
             "trainer scores them over all of it; the two log-probabilities differ by the mass that was cut off"
         )
+
+
+def _package(file: Any, group: str) -> str:
+    """Where a shipped file's keys land in the configuration."""
+    first = file.read_text(encoding="utf-8").partition("\n")[0]
+    return first.removeprefix("# @package ") if first.startswith("# @package ") else group
 
 
 def _yaml(file: Any) -> dict[str, Any]:

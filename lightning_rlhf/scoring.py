@@ -19,6 +19,7 @@ from lightning_rlhf.functional.stats import whiten
 from lightning_rlhf.metrics.batch import MetricBatch
 from lightning_rlhf.metrics.moments import RunningMoments
 from lightning_rlhf.models import Actor, AdapterReference, FrozenReference, SeparateCritic, SharedCritic
+from lightning_rlhf.models.actor import backbone, encode
 from lightning_rlhf.rewards import CompositeReward, RewardBatch
 from lightning_rlhf.settings import AdvantageSettings, PPOSettings, RewardSettings
 
@@ -56,6 +57,7 @@ def score_experience(
     *,
     temperature: float,
     budget: int,
+    old_policy: bool = True,
 ) -> None:
     """Add old and reference log-probabilities, entropy and values, all ``[B, R]`` float32 and 0 on padding.
 
@@ -67,25 +69,34 @@ def score_experience(
         reference: scored under the same temperature as the actor.
         temperature: of sampling; both models are scored under it.
         budget: tokens (padding included) of one forward pass.
+        old_policy: score the actor. Otherwise the engine's log-probabilities are the old ones, there is no entropy, and
+            of the actor only what a critic on its trunk needs is computed.
     """
     mask, device = experience.response_mask, experience.response_ids.device
     rows_total, columns_total = mask.shape
-    names = ["old_logprobs", "entropy"] + (["ref_logprobs"] if reference is not None else [])
+    names = (["old_logprobs", "entropy"] if old_policy else []) + (["ref_logprobs"] if reference is not None else [])
     scored = {name: torch.zeros(rows_total, columns_total, dtype=torch.float32, device=device) for name in names}
     values = torch.zeros(rows_total, columns_total + 1, dtype=torch.float32, device=device)
     shared = isinstance(critic, SharedCritic)
     for index, part in split_by_tokens(experience, experience.lengths(), budget):
         rows, columns = index.to(device), part.response_ids.shape[1]
         ids, attention = part.concatenated()
-        output = actor(ids, attention, columns, temperature=temperature, entropy="detached", with_hidden=shared)
-        scored["old_logprobs"][rows, :columns] = output.logprobs
-        scored["entropy"][rows, :columns] = output.entropy
+        hidden = None
+        if old_policy:
+            output = actor(ids, attention, columns, temperature=temperature, entropy="detached", with_hidden=shared)
+            scored["old_logprobs"][rows, :columns] = output.logprobs
+            scored["entropy"][rows, :columns] = output.entropy
+            hidden = output.hidden
+        elif shared:
+            hidden = encode(backbone(actor.lm), ids, attention, columns)
         if reference is not None:
             scored["ref_logprobs"][rows, :columns] = reference.logprobs(ids, attention, columns, temperature)
         if critic is not None:
-            values[rows, : columns + 1] = critic(output.hidden) if shared else critic(ids, attention, columns)
+            values[rows, : columns + 1] = critic(hidden) if shared else critic(ids, attention, columns)
     for name, tensor in scored.items():
         setattr(experience, name, tensor.masked_fill(~mask, 0.0))
+    if not old_policy:
+        experience.old_logprobs = experience.rollout_logprobs
     if critic is not None:
         after_last = values.gather(1, experience.response_lengths.unsqueeze(1)).squeeze(1)
         experience.final_values = after_last.masked_fill(experience.finish != Finish.TRUNCATED, 0.0)

@@ -141,6 +141,44 @@ def ppo_policy_loss(
     return PolicyLoss(scalar, ratio.detach(), (bounded > plain).detach(), clipped_lower)
 
 
+def reinforce_policy_loss(
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    weights: Tensor | None = None,
+    mode: Aggregation = "token-mean",
+    tokens: float | Tensor | None = None,
+    sequences: float | Tensor | None = None,
+    horizon: float | None = None,
+) -> PolicyLoss:
+    """REINFORCE (Williams 1992), off-policy by importance weights: ``-A w log p``, without a clip.
+
+    Args:
+        logprobs: ``[B, R]`` under the current policy; the only argument with a gradient.
+        rollout_logprobs: ``[B, R]`` under the policy that sampled; for the ratio that is reported.
+        advantages: ``[B, R]``.
+        mask: ``[B, R]``, true on valid tokens.
+        weights: ``[B, R]`` importance weights, constants; absent means 1.
+        mode, tokens, sequences, horizon: see :func:`aggregate`.
+
+    Raises:
+        ValueError: shapes that differ.
+    """
+    require_same_shape(logprobs=logprobs, rollout_logprobs=rollout_logprobs, advantages=advantages, mask=mask)
+    gain = select_valid(advantages.detach(), mask)
+    if weights is not None:
+        require_same_shape(weights=weights, mask=mask)
+        gain = gain * select_valid(weights.detach(), mask)
+    loss = -gain * select_valid(logprobs, mask)
+    scalar = aggregate(loss, mask, mode, tokens=tokens, sequences=sequences, horizon=horizon)
+    log_ratio = select_valid(logprobs.detach() - rollout_logprobs.detach(), mask)
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    never = torch.zeros_like(mask, dtype=torch.bool)
+    return PolicyLoss(scalar, ratio, never, never)
+
+
 def value_loss(
     values: Tensor,
     old_values: Tensor,

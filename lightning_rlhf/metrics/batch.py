@@ -22,6 +22,11 @@ class MetricBatch:
     def __init__(self) -> None:
         self._sums: dict[tuple[str, str], Tensor] = {}
         self._maxima: dict[tuple[str, str], Tensor] = {}
+        self._known: dict[str, float] = {}
+
+    def known(self, name: str, value: float) -> None:
+        """A number that is already the same on every rank."""
+        self._known[name] = value
 
     def sum(self, name: str, value: Tensor) -> None:
         """Add up a scalar, or all elements of a tensor."""
@@ -46,7 +51,7 @@ class MetricBatch:
     def compute(self) -> dict[str, float]:
         """All metrics by name. Every rank must have called the same methods under the same names."""
         sums, maxima = _transfer(self._sums, self._maxima)
-        result: dict[str, float] = {}
+        result: dict[str, float] = dict(self._known)
         for (name, kind), value in sums.items():
             if kind == "sum":
                 result[name] = value

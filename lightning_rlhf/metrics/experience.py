@@ -28,10 +28,14 @@ def experience_metrics(experience: Experience, metrics: MetricBatch) -> None:
     metrics.mean("response/early_fraction", (experience.finish == Finish.EARLY).float())
     metrics.mean("prompt/length_mean", experience.prompt_mask.sum(-1).float())
     metrics.mean("tokens/rejected_fraction", (~valid).float(), generated)
-    metrics.mean("entropy/mean", experience.require("entropy"), generated)
-    gap = (experience.require("old_logprobs") - experience.rollout_logprobs).abs()
-    metrics.mean("rollout/logprob_abs_diff_mean", gap, generated)
-    metrics.max("rollout/logprob_abs_diff_max", gap, generated)
+    if experience.entropy is not None:
+        metrics.mean("entropy/mean", experience.entropy, generated)
+    if experience.old_logprobs is not experience.rollout_logprobs:
+        # Where the engine reported no log-probability there is nothing to compare; NaN of the trainer shows.
+        gap = (experience.require("old_logprobs") - experience.rollout_logprobs).abs()
+        compared = generated & experience.rollout_logprobs.isfinite()
+        metrics.mean("rollout/logprob_abs_diff_mean", gap, compared)
+        metrics.max("rollout/logprob_abs_diff_max", gap, compared)
     advantages = experience.require("advantages")
     metrics.mean("advantage/mean", advantages, valid, std="advantage/std")
     metrics.mean("advantage/abs_mean", advantages.abs(), valid)

@@ -13,6 +13,8 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Literal
 
+from lightning_rlhf.metrics.names_rollout_corr import ROLLOUT_CORR
+
 Better = Literal["up", "down", "neither"]
 
 REDUCTIONS = {
@@ -23,6 +25,7 @@ REDUCTIONS = {
     "min": "smallest over all ranks and, during updates, over all minibatches",
     "steps": "reduced over all ranks within each minibatch, then the mean over the iteration's minibatches",
     "sum": "added up over all ranks",
+    "gathered": "percentile of the valid tokens of all ranks, which are gathered",
     "once": "one number, the same on every rank; the value at the end of the iteration",
     "rank 0": "measured by the rank that logs",
 }
@@ -218,6 +221,7 @@ METRICS: list[Metric] = [
        "truncated_fraction, of greedy answers to the held-out prompts.", verl="val-core/<source>/<variable>/mean@N"),
 ]
 # fmt: on
+METRICS += [Metric(*row) for row in ROLLOUT_CORR]
 
 
 class UnknownMetricError(ValueError):

@@ -1,0 +1,420 @@
+"""How far engine and trainer are apart, and what correction makes of it: the metrics under ``rollout_corr/``.
+
+Two tiers. The **cheap** one is sums and extremes of tensors that weights and rejection have built anyway. The **full** one
+adds statistics per row, the details of every rejection rule, and percentiles, for which the valid tokens of all ranks are
+gathered and sorted: exact, and as much memory as three float32 numbers per token.
+
+Definitions are veRL's, with three differences: rows without a valid token are in no statistic, KL k3 clamps the log-ratio
+to +-20 before ``exp`` (so it is finite), and the weights really used are reported beside those before truncation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_rlhf.functional.correction import Correction
+from lightning_rlhf.functional.kl import MAX_LOG_RATIO
+from lightning_rlhf.functional.stats import select_valid
+
+PERCENTILES = (5, 10, 25, 50, 75, 90, 95, 99)
+"""Of the weights before truncation."""
+
+TAIL = (2, 98)
+"""Percentiles of the log-ratio that form the tail envelope."""
+
+TAIL_BINS = 10
+"""Bins of equal width of the engine's token probability, for the tail envelope."""
+
+Numbers = dict[str, float]
+
+
+class Tally:
+    """Named sums and maxima of one batch on one rank; float64 scalars."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.maxima: dict[str, Tensor] = {}
+
+    def sum(self, name: str, values: Tensor) -> None:
+        """Add up a tensor that is 0 at masked elements."""
+        self.sums[name] = values.sum(dtype=torch.float64)
+
+    def top(self, name: str, values: Tensor, valid: Tensor) -> None:
+        """Largest valid element, -inf without any. (A minimum is the maximum of the negative.)"""
+        chosen = values.masked_fill(~valid, -math.inf)
+        empty = torch.full((), -math.inf, dtype=torch.float64, device=values.device)
+        self.maxima[name] = chosen.amax().double() if chosen.numel() else empty
+
+
+class CorrectionMetrics(Metric):
+    """All metrics of one batch of experience, or of the micro-batches of one update; reduced over ranks by torchmetrics.
+
+    Sums are added up over ranks and divided then, extremes are extremes of all ranks, percentiles are those of all valid
+    tokens. ``compute`` costs one reduction of sums, one of extremes, in the full tier one gather, and one transfer.
+
+    Args:
+        full: the full tier instead of the cheap one.
+
+    After :meth:`compute` of the full tier, :attr:`tail_envelope` is a table for figures.
+    """
+
+    full_state_update = False
+    total: Tensor
+    extreme: Tensor
+    tokens: list[Tensor] | Tensor
+
+    def __init__(self, *, full: bool = False, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.full = full
+        self.tail_envelope: list[dict[str, float]] = []
+        """Per bin of the engine's token probability: ``low, high, tokens, p2, p98`` of the log-ratio (nats)."""
+        self._finish: Callable[[Numbers, Numbers], Numbers] | None = None
+        self._names: tuple[list[str], list[str]] = ([], [])
+
+    def update(self, correction: Correction, train_logprobs: Tensor, rollout_logprobs: Tensor) -> None:
+        """Take in one batch.
+
+        Args:
+            correction: what :func:`~lightning_rlhf.functional.correction.correct` found for it.
+            train_logprobs, rollout_logprobs: ``[B, R]``, as given to it.
+        """
+        tally = Tally()
+        train, rollout = (x.detach().to(correction.ratio.token.dtype) for x in (train_logprobs, rollout_logprobs))
+        off_policy(tally, correction, train, rollout)
+        acceptance(tally, correction)
+        if correction.raw is not None:
+            weight_spread(tally, correction, self.full)
+        if self.full:
+            for index in range(len(correction.passed)):
+                rule_spread(tally, correction, index)
+        self._gather(correction, rollout)
+        self._add(tally)
+        self._finish = lambda sums, maxima: finish(sums, maxima, correction, self.full)
+
+    def compute(self) -> Numbers:
+        """Metrics by name; without a valid element means are 0, extremes and percentiles absent."""
+        if self._finish is None:
+            raise RuntimeError("CorrectionMetrics.compute() before any update()")
+        quantiles = self._quantiles()
+        values = torch.cat([self.total, self.extreme, *quantiles.values()]).tolist()
+        sums_names, maxima_names = self._names
+        sums = dict(zip(sums_names, values, strict=False))
+        maxima = dict(zip(maxima_names, values[len(sums_names) :], strict=False))
+        numbers = self._finish(sums, maxima)
+        rest = values[len(sums_names) + len(maxima_names) :]
+        if self.full:
+            numbers |= self._named_quantiles(quantiles, rest)
+        return {f"rollout_corr/{name}": value for name, value in numbers.items()}
+
+    # --- states --------------------------------------------------------------------------------------------------
+
+    def _add(self, tally: Tally) -> None:
+        """Fold a tally into the states, whose size follows from the first one."""
+        names = (list(tally.sums), list(tally.maxima))
+        sums, maxima = torch.stack(list(tally.sums.values())), torch.stack(list(tally.maxima.values()))
+        if self._finish is None:
+            self._names = names
+            self.add_state("total", torch.zeros_like(sums), dist_reduce_fx="sum")
+            self.add_state("extreme", torch.full_like(maxima, -math.inf), dist_reduce_fx="max")
+        elif names != self._names:
+            raise ValueError("the batches of one CorrectionMetrics have to be corrected by the same kind of plan")
+        self.total = self.total + sums
+        self.extreme = torch.maximum(self.extreme, maxima)
+
+    def _gather(self, correction: Correction, rollout: Tensor) -> None:
+        """Keep weight, log-ratio and probability of every measured token (full tier)."""
+        if not self.full:
+            return
+        if "tokens" not in self._defaults:
+            self.add_state("tokens", [], dist_reduce_fx="cat")
+        measured, token = correction.ratio.measured, correction.ratio.token
+        raw = torch.ones_like(token) if correction.raw is None else correction.raw.expand_as(token)
+        self.tokens.append(torch.stack([raw, token, rollout.exp()], dim=-1)[measured].float())
+
+    def _quantiles(self) -> dict[str, Tensor]:
+        if not self.full:
+            return {}
+        tokens = torch.cat(self.tokens) if isinstance(self.tokens, list) else self.tokens
+        raw, ratio, probability = tokens.double().unbind(-1)
+        found = {"weights": quantiles(raw, PERCENTILES)}
+        bins = (probability * TAIL_BINS).long().clamp(0, TAIL_BINS - 1)
+        for index in range(TAIL_BINS):
+            inside = ratio[bins == index]
+            count = torch.full((1,), float(len(inside)), dtype=torch.float64, device=ratio.device)
+            found[f"tail {index}"] = torch.cat([count, quantiles(inside, TAIL)])
+        return found
+
+    def _named_quantiles(self, found: dict[str, Tensor], values: list[float]) -> Numbers:
+        numbers: Numbers = {}
+        self.tail_envelope = []
+        position = 0
+        for index, part in enumerate(found.values()):
+            mine = values[position : position + len(part)]
+            position += len(part)
+            if index == 0:
+                if any(name == "is/total" for name in self._names[0]):
+                    numbers |= {f"rollout_is_p{p}": v for p, v in zip(PERCENTILES, mine, strict=True)}
+                continue
+            low, (count, *tails) = (index - 1) / TAIL_BINS, mine
+            row = {"low": low, "high": low + 1 / TAIL_BINS, "tokens": count}
+            if count:
+                row |= {f"p{p}": v for p, v in zip(TAIL, tails, strict=True)}
+                numbers |= {f"tail_p{p}_prob_{low:.1f}": v for p, v in zip(TAIL, tails, strict=True)}
+            self.tail_envelope.append(row)
+        return {name: value for name, value in numbers.items() if not math.isnan(value)}
+
+
+# --- sums of one batch -----------------------------------------------------------------------------------------------
+
+
+def off_policy(tally: Tally, correction: Correction, train: Tensor, rollout: Tensor) -> None:
+    """Probabilities side by side, KL, perplexity and chi-square."""
+    ratio = correction.ratio
+    valid, rows = ratio.measured, ratio.length > 0
+    tally.sum("n", valid)
+    tally.sum("rows", rows)
+    tally.sum("missing", ratio.missing)
+    train, rollout = select_valid(train, valid), select_valid(rollout, valid)
+    p, q = select_valid(train.exp(), valid), select_valid(rollout.exp(), valid)
+    gap = (p - q).abs()
+    tally.top("gap", gap, valid)
+    for name, values in {"gap": gap, "gap2": gap * gap, "p": p, "q": q, "pp": p * p, "qq": q * q, "pq": p * q}.items():
+        tally.sum(name, values)
+    bounded = ratio.token.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    excess = torch.expm1(bounded)  # r - 1 without cancellation
+    tally.sum("l", ratio.token)
+    tally.sum("k3", excess - bounded)
+    tally.sum("chi2", excess * (excess + 2))  # r^2 - 1
+    length = ratio.length.clamp(min=1)
+    surprise, engine = -train.sum(-1, keepdim=True) / length, -rollout.sum(-1, keepdim=True) / length
+    per_row = {
+        "log_ppl": surprise,
+        "ppl": surprise.exp(),
+        "engine_log_ppl": engine,
+        "engine_ppl": engine.exp(),
+        "d": surprise - engine,
+        "abs_d": (surprise - engine).abs(),
+        "exp_d": (surprise - engine).exp(),
+        "chi2_seq": torch.expm1(2 * ratio.total.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)),
+    }
+    for name, values in per_row.items():
+        tally.sum(name, select_valid(values, rows))
+    tally.top("d", surprise - engine, rows)
+    tally.top("-d", engine - surprise, rows)
+
+
+def acceptance(tally: Tally, correction: Correction) -> None:
+    """What rejection and veto took, and the weights that are used."""
+    mask = correction.ratio.measured | correction.ratio.missing
+    rows = mask.any(-1, keepdim=True)
+    tally.sum("valid", mask)
+    tally.sum("valid_rows", rows)
+    tally.sum("kept", correction.keep)
+    if correction.passed:
+        passed = mask
+        for accepted in correction.passed:
+            passed = passed & accepted
+        rejected = mask & ~passed
+        tally.sum("rejected", rejected)
+        tally.sum("rejected_rows", rejected.any(-1))
+    if correction.catastrophic is not None:
+        tally.sum("catastrophic", correction.catastrophic)
+        tally.sum("vetoed", correction.catastrophic.any(-1))
+    if correction.weights is not None:
+        used = select_valid(correction.weights, correction.keep)
+        tally.sum("used", used)
+        tally.sum("used2", used * used)
+    if correction.factor is not None:
+        tally.maxima["factor"] = correction.factor.double()
+
+
+def spread(
+    tally: Tally, key: str, values: Tensor, correction: Correction, band: tuple[float, float], *, full: bool
+) -> None:
+    """Moments, extremes and shares outside ``band`` of a statistic per token ``[B, R]`` or per row ``[B, 1]``.
+
+    Means are over valid tokens; a row's value counts once for each of its tokens. Extremes and shares are over tokens or
+    rows, whichever the statistic belongs to.
+    """
+    ratio = correction.ratio
+    per_row = values.shape[-1] == 1 and ratio.token.shape[-1] != 1
+    rows = ratio.length > 0
+    unit = rows if per_row else ratio.measured
+    times = ratio.length if per_row else ratio.measured
+    lower, upper = band
+    inside = values.clamp(lower, upper)
+    values, inside = select_valid(values, unit), select_valid(inside, unit)
+    tally.sum(f"{key}/total", values * times)
+    tally.sum(f"{key}/inside", inside * times)
+    tally.sum(f"{key}/inside2", inside * inside * times)
+    tally.sum(f"{key}/units", unit)
+    tally.sum(f"{key}/high", unit & (values > upper))
+    tally.sum(f"{key}/low", unit & (values < lower))
+    tally.sum(f"{key}/high_tokens", (unit & (values > upper)) * times)
+    tally.sum(f"{key}/low_tokens", (unit & (values < lower)) * times)
+    tally.top(f"{key}/max", values, unit)
+    tally.top(f"{key}/-min", -values, unit)
+    if not full:
+        return
+    means = values if per_row else values.sum(-1, keepdim=True) / ratio.length.clamp(min=1)
+    means = select_valid(means, rows)
+    tally.sum(f"{key}/seq", means)
+    tally.sum(f"{key}/seq2", means.double().square())
+    tally.sum(f"{key}/seq_high", rows & (means > upper))
+    tally.sum(f"{key}/seq_low", rows & (means < lower))
+    tally.top(f"{key}/seq_max", means, rows)
+    tally.top(f"{key}/-seq_min", -means, rows)
+
+
+def weight_spread(tally: Tally, correction: Correction, full: bool) -> None:
+    """Weights before truncation, and how they lie to ``[1 / cap, cap]``."""
+    assert correction.raw is not None
+    spread(tally, "is", correction.raw, correction, (correction.plan.lowest, correction.plan.cap), full=full)
+
+
+def rule_spread(tally: Tally, correction: Correction, index: int) -> None:
+    """The statistic of one rejection rule: the ratio itself, k1 as minus the log-ratio, k2 and k3 as they are."""
+    rule, passed = correction.plan.rules[index], correction.passed[index]
+    statistic, band = rule.statistic(correction.ratio), rule.bounds()
+    if rule.kind == "ratio":
+        statistic = statistic.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        band = (math.exp(band[0]), math.exp(band[1]))
+    elif rule.kind == "k1":
+        statistic, band = -statistic, (-band[1], -band[0])
+    else:
+        band = (0.0, band[1])
+    spread(tally, f"rs{index}", statistic, correction, band, full=True)
+    rejected = correction.ratio.measured & ~passed
+    tally.sum(f"rs{index}/rejected", rejected)
+    tally.sum(f"rs{index}/rejected_rows", rejected.any(-1))
+
+
+# --- from sums to metrics --------------------------------------------------------------------------------------------
+
+
+def finish(sums: Numbers, maxima: Numbers, correction: Correction, full: bool) -> Numbers:
+    """Metrics (without their prefix) from the sums and maxima of all ranks."""
+    n, rows, valid = (max(sums[name], 1.0) for name in ("n", "rows", "valid"))
+    numbers = _off_policy_numbers(sums, maxima, n, rows)
+    numbers |= {"missing_fraction": sums["missing"] / valid, "accepted_fraction": sums["kept"] / valid}
+    valid_rows = max(sums["valid_rows"], 1.0)
+    if correction.passed:
+        numbers["rollout_rs_masked_fraction"] = sums["rejected"] / valid
+        numbers["rollout_rs_seq_masked_fraction"] = sums["rejected_rows"] / valid_rows
+    if correction.catastrophic is not None:
+        numbers["rollout_is_catastrophic_token_fraction"] = sums["catastrophic"] / valid
+        numbers["rollout_is_veto_fraction"] = sums["vetoed"] / valid_rows
+    if correction.weights is not None:
+        over_tokens = correction.plan.level == "geometric"
+        numbers |= _spread_numbers("is", "rollout_is_", sums, maxima, ratio=True, over_tokens=over_tokens)
+        kept = max(sums["kept"], 1.0)
+        numbers["is_used_mean"] = sums["used"] / kept
+        if sums["used2"] > 0:
+            numbers["is_used_ess"] = sums["used"] ** 2 / (kept * sums["used2"])
+    if "factor" in maxima:
+        numbers["rollout_is_batch_norm_factor"] = maxima["factor"]
+    rules = correction.plan.rules if full else ()
+    for index, rule in enumerate(rules):
+        ratio, key = rule.kind == "ratio", f"rs{index}"
+        alone = ratio and sum(other.kind == "ratio" for other in rules) == 1
+        prefix = "rollout_rs_" if alone else f"rollout_rs_{rule.name}_"
+        numbers |= _spread_numbers(key, prefix, sums, maxima, ratio=ratio)
+        if not ratio:
+            numbers[f"{prefix}masked_fraction"] = sums[f"{key}/rejected"] / n
+            numbers[f"{prefix}seq_masked_fraction"] = sums[f"{key}/rejected_rows"] / rows
+            if rule.kind != "k1":
+                numbers.pop(f"{prefix}seq_fraction_low")
+    return numbers
+
+
+def _off_policy_numbers(sums: Numbers, maxima: Numbers, n: float, rows: float) -> Numbers:
+    mean = {name: value / n for name, value in sums.items()}
+    per_row = {name: value / rows for name, value in sums.items()}
+    numbers = {
+        "rollout_probs_diff_mean": mean["gap"],
+        "rollout_probs_diff_std": _std(sums["gap"], sums["gap2"], sums["n"]),
+        "kl": -mean["l"],
+        "k3_kl": mean["k3"],
+        "training_ppl": per_row["ppl"],
+        "training_log_ppl": per_row["log_ppl"],
+        "rollout_ppl": per_row["engine_ppl"],
+        "rollout_log_ppl": per_row["engine_log_ppl"],
+        "log_ppl_diff": per_row["d"],
+        "log_ppl_abs_diff": per_row["abs_d"],
+        "ppl_ratio": per_row["exp_d"],
+        "chi2_token": mean["chi2"],
+        "chi2_seq": per_row["chi2_seq"],
+    }
+    if sums["n"]:
+        numbers |= {"rollout_probs_diff_max": maxima["gap"]}
+        numbers |= {"log_ppl_diff_max": maxima["d"], "log_ppl_diff_min": -maxima["-d"]}
+        var_p, var_q = mean["pp"] - mean["p"] ** 2, mean["qq"] - mean["q"] ** 2
+        # The correlation of probabilities that do not vary does not exist; rounding must not make one up.
+        if min(var_p, var_q) > 1e-12:
+            covariance = mean["pq"] - mean["p"] * mean["q"]
+            numbers["rollout_actor_probs_pearson_corr"] = covariance / math.sqrt(var_p * var_q)
+    return numbers
+
+
+def _spread_numbers(
+    key: str, prefix: str, sums: Numbers, maxima: Numbers, *, ratio: bool, over_tokens: bool = False
+) -> Numbers:
+    """Metrics of one :func:`spread`; of ratios also the effective sample size, and deviations are from 1 and not 0."""
+    part = {name.partition("/")[2]: value for name, value in (sums | maxima).items() if name.startswith(f"{key}/")}
+    n, rows = sums["n"], sums["rows"]
+    if not n:
+        return {}
+    fraction = "ratio_fraction" if ratio else "fraction"
+    high, low, units = ("high_tokens", "low_tokens", n) if over_tokens else ("high", "low", part["units"])
+    numbers = {
+        "mean": part["total"] / n,
+        "max": part["max"],
+        "min": -part["-min"],
+        "std": math.sqrt(max(part["inside2"] / n - (part["inside"] / n) ** 2, 0.0)),
+        f"{fraction}_high": part[high] / units,
+        f"{fraction}_low": part[low] / units,
+    }
+    if ratio and part["inside2"] > 0:
+        numbers["eff_sample_size"] = part["inside"] ** 2 / (n * part["inside2"])
+    if "seq" in part:
+        ideal = 1.0 if ratio else 0.0
+        highest, lowest = part["seq_max"], -part["-seq_min"]
+        numbers |= {
+            "seq_mean": part["seq"] / rows,
+            "seq_std": _std(part["seq"], part["seq2"], rows),
+            "seq_max": highest,
+            "seq_min": lowest,
+            "seq_max_deviation": max(abs(highest - ideal), abs(lowest - ideal)),
+            "seq_fraction_high": part["seq_high"] / rows,
+            "seq_fraction_low": part["seq_low"] / rows,
+        }
+    return {f"{prefix}{name}": value for name, value in numbers.items()}
+
+
+def _std(total: float, squares: float, count: float) -> float:
+    """Unbiased standard deviation; 0 for fewer than two."""
+    spread_ = squares - total * total / max(count, 1.0)
+    return math.sqrt(max(spread_, 0.0) / max(count - 1.0, 1.0)) if math.isfinite(spread_) else spread_
+
+
+def quantiles(values: Tensor, percents: tuple[int, ...]) -> Tensor:
+    """Percentiles with linear interpolation between order statistics; NaN without a value.
+
+    Sorted once, where ``torch.quantile`` refuses more than 2^24 elements.
+
+    Args:
+        values: ``[N]`` float64.
+        percents: from 0 to 100.
+    """
+    if not len(values):
+        return values.new_full((len(percents),), math.nan)
+    ordered = values.sort().values
+    place = torch.tensor(percents, dtype=torch.float64, device=values.device) / 100 * (len(values) - 1)
+    below = place.floor().long()
+    return torch.lerp(ordered[below], ordered[(below + 1).clamp(max=len(values) - 1)], place - below)

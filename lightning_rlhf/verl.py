@@ -1,0 +1,139 @@
+"""A block of rollout correction pasted from veRL, in any of the three shapes that its keys have had.
+
+====  ====================  ===========================================================================================
+era   where                 keys
+====  ====================  ===========================================================================================
+1     flat, ``algorithm``   ``rollout_is`` (a boolean), ``rollout_is_level``, ``rollout_is_mode``, ``rollout_is_threshold``,
+                            ``rollout_is_threshold_lower``, ``rollout_is_veto_threshold``: **refused**, with the block to
+                            write in its place
+2     ``rollout_correction``  ``rollout_is``, ``rollout_rs`` (token, sequence, geometric), ``rollout_rs_threshold`` with a
+                            lower one, ``rollout_token_veto_threshold``: our own keys
+3     ``rollout_correction``  ``rollout_rs`` a list of ``token_k1 ... seq_max_k3`` with bounds such as ``"0.5_2.0"``: taken
+                            over as they are; ``token_k1`` is our ``token``, ``seq_sum_k1`` our ``sequence``,
+                            ``seq_mean_k1`` our ``geometric``
+====  ====================  ===========================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+PASTED = "algorithm.rollout_correction"
+OURS = "module.rollout_correction"
+LOGPROBS = "actor_rollout_ref.rollout.calculate_log_probs"
+
+FIRST_ERA = {
+    "rollout_is_level": "rollout_is",
+    "rollout_is_mode": "rollout_is_mode",
+    "rollout_is_threshold": "rollout_is_threshold",
+    "rollout_is_threshold_lower": "rollout_is_threshold_lower",
+    "rollout_is_veto_threshold": "rollout_token_veto_threshold",
+}
+"""Keys of the first era that have a successor here, and its name."""
+
+RENAMED = {"bypass_old_logprob_for_rollout": "bypass_mode"}
+"""Early names of the second era."""
+
+POLICY_GRADIENT = ("use_policy_gradient", "use_pure_rollout_correction")
+"""Early booleans of the second era for what is ``loss_type: reinforce`` today."""
+
+
+class VerlBlockError(ValueError):
+    """A pasted block that cannot be taken over: key, value and what to write."""
+
+    def __init__(self, key: str, value: Any, allowed: str) -> None:
+        super().__init__(f"{key} = {value!r}: {allowed}")
+        self.key, self.value, self.allowed = key, value, allowed
+
+
+def adopt(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Move a pasted ``algorithm.rollout_correction`` to ``module.rollout_correction``, over what is there.
+
+    Args:
+        config: plain containers.
+
+    Returns:
+        The configuration without the pasted keys, and a note for each thing that was taken over.
+
+    Raises:
+        VerlBlockError: keys of the first era, a block that is none, or log-probabilities switched off.
+    """
+    moved = {name: value for name, value in config.items()}
+    notes: list[str] = []
+    algorithm = config.get("algorithm")
+    if isinstance(algorithm, Mapping):
+        _refuse_first_era(algorithm)
+        if "rollout_correction" in algorithm:
+            block = translate(algorithm["rollout_correction"])
+            module = dict(config.get("module") or {})
+            module["rollout_correction"] = {**(module.get("rollout_correction") or {}), **block}
+            moved["module"] = module
+            shown = ", ".join(f"{name}={value}" for name, value in block.items())
+            notes.append(f"veRL's {PASTED} is taken over as {OURS}: {shown}")
+            moved["algorithm"] = {k: v for k, v in algorithm.items() if k != "rollout_correction"}
+        if not moved["algorithm"]:
+            del moved["algorithm"]
+    _log_probs(moved, notes)
+    return moved, notes
+
+
+def translate(block: Any) -> dict[str, Any]:
+    """A block of the second or third era in our keys.
+
+    Raises:
+        VerlBlockError: it is no block, or one of the first era.
+    """
+    if not isinstance(block, Mapping):
+        raise VerlBlockError(PASTED, block, "a block of keys, or leave it out")
+    _refuse_first_era(block, PASTED)
+    ours: dict[str, Any] = {}
+    for name, value in block.items():
+        if name in POLICY_GRADIENT:
+            if value:
+                ours["loss_type"] = "reinforce"
+        elif name in ("rollout_rs", "rollout_rs_threshold") and isinstance(value, (list, tuple)):
+            ours[name] = ",".join(str(item) for item in value)
+        else:
+            ours[RENAMED.get(name, name)] = value
+    return ours
+
+
+def _refuse_first_era(block: Mapping[str, Any], place: str = "algorithm") -> None:
+    """Keys of the first era would be half understood, so they are refused with the block that says the same."""
+    old = {name for name in ("rollout_is_level", "rollout_is_veto_threshold") if name in block}
+    if isinstance(block.get("rollout_is"), bool):
+        old.add("rollout_is")
+    if place == "algorithm":
+        old |= {name for name in (*FIRST_ERA, "rollout_is") if name in block}
+    if not old:
+        return
+    lines = [f"{OURS}.{new}={block[name]}" for name, new in FIRST_ERA.items() if block.get(name) is not None]
+    if block.get("rollout_is") is False:
+        lines = ["rollout_correction=monitor, for weights were computed and not applied"]
+    elif block.get("rollout_is") is True and "rollout_is_level" not in block:
+        lines.append(f"{OURS}.rollout_is=token")
+    first = next(name for name in block if name in old)
+    raise VerlBlockError(
+        f"{place}.{first}",
+        block[first],
+        "a key of veRL's first version of rollout correction; write, with rollout_correction=monitor: "
+        + " ".join(lines),
+    )
+
+
+def _log_probs(config: dict[str, Any], notes: list[str]) -> None:
+    """``calculate_log_probs: true`` goes with the block in veRL and is always so here."""
+    rest = config.get("actor_rollout_ref")
+    rollout = rest.get("rollout") if isinstance(rest, Mapping) else None
+    if not isinstance(rollout, Mapping) or "calculate_log_probs" not in rollout:
+        return
+    if rollout["calculate_log_probs"] is not True:
+        raise VerlBlockError(LOGPROBS, rollout["calculate_log_probs"], "true, or leave it out: engines here always do")
+    notes.append(f"{LOGPROBS}=true is left out: engines here always report log-probabilities")
+    rollout = {k: v for k, v in rollout.items() if k != "calculate_log_probs"}
+    rest = {k: v for k, v in rest.items() if k != "rollout"} | ({"rollout": rollout} if rollout else {})
+    if rest:
+        config["actor_rollout_ref"] = rest
+    else:
+        del config["actor_rollout_ref"]
