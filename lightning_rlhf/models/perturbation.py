@@ -68,6 +68,13 @@ class AddNoise(torch.autograd.Function):
         return grad if ctx.needs_input_grad[0] else None, grad_log_sigma, None, None
 
 
+@torch.no_grad()
+def clamp_sigma_(log_sigma: Tensor, low: float, high: float) -> None:
+    """Keep every sigma in ``[low, high]``; one that is 0 stays 0."""
+    bounded = log_sigma.clamp(math.log(low), math.log(high))
+    log_sigma.copy_(torch.where(log_sigma.isneginf(), log_sigma, bounded))
+
+
 @dataclass(frozen=True)
 class NoisePass:
     """One forward pass under noise: all that its noise depends on, kept until its activations are recomputed."""
@@ -180,12 +187,6 @@ class Perturbation(nn.Module):
         """``[L]`` float32: the standard deviation of each layer, root mean square over hidden units."""
         sigma = self.log_sigma.exp()
         return sigma if sigma.ndim == 1 else sigma.square().mean(-1).sqrt()
-
-    @torch.no_grad()
-    def clamp_(self, low: float, high: float) -> None:
-        """Keep every sigma in ``[low, high]``; one that is 0 stays 0."""
-        bounded = self.log_sigma.clamp(math.log(low), math.log(high))
-        self.log_sigma.copy_(torch.where(self.log_sigma.isneginf(), self.log_sigma, bounded))
 
     def remove(self) -> None:
         """Take the hooks off the model."""
