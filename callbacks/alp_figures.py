@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,7 +89,7 @@ def verdict(sigmas: Sequence[float]) -> str:
         return f"{len(sigmas)} layers: too few to compare bottom, middle and top"
     third = len(sigmas) / 3
     cuts = [0, round(third), round(2 * third), len(sigmas)]
-    means = [sum(sigmas[a:b]) / (b - a) for a, b in zip(cuts, cuts[1:], strict=False)]
+    means = [sum(sigmas[a:b]) / (b - a) for a, b in pairwise(cuts)]
     shown = ", ".join(f"{part} {mean:.2e}" for part, mean in zip(("bottom", "middle", "top"), means, strict=True))
     order = "healthy" if means[0] > means[1] > means[2] else "not the healthy order"
     return f"{order} ({HEALTHY}): {shown}"

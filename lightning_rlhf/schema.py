@@ -346,8 +346,8 @@ def combinations(config: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem(
             "module.rollout_correction.rollout_is",
             weights,
-            "null with module.alp.ratio = unified: the ratio perturbed current / engine contains the correction, weights "
-            "on top would count the gap twice; module.alp.ratio=decoupled uses weights",
+            "null with module.alp.ratio = unified: the ratio perturbed current / engine contains the correction, "
+            "weights on top would count the gap twice; module.alp.ratio=decoupled uses weights",
         )
     if settings.kl.coefficient > 0 and reference == "none":
         yield Problem("module.kl.coefficient", settings.kl.coefficient, "0 without model.policy.reference")

@@ -33,8 +33,8 @@ else:
 class ALPMixin(Base):
     """Noise on the hidden states in the forward passes of updates, and only there; silent while its block is null.
 
-    The perturbed policy stands above the line of the PPO ratio: over the engine's probabilities (``unified``), where one
-    ratio covers staleness and the gap between engine and trainer, or over the trainer's own before the update
+    The perturbed policy stands above the line of the PPO ratio: over the engine's probabilities (``unified``), where
+    one ratio covers staleness and the gap between engine and trainer, or over the trainer's own before the update
     (``decoupled``). Generation, old and reference log-probabilities, evaluation and the weights sent to the engine or
     exported are those of the plain policy.
 
@@ -175,10 +175,10 @@ class ALPMixin(Base):
         """Warn where noise would be rounded away."""
         super().setup(stage)
         dtype = self.actor.lm.dtype
-        if self._alp is not None and torch.finfo(dtype).bits < 32 and self._alp.settings.init_sigma < 1e-2:
+        if self._alp is not None and torch.finfo(dtype).bits < 32 and 0 < self._alp.settings.init_sigma < 1e-2:
             rank_zero_warn(
-                f"{BLOCK}: the hidden states are {dtype}, which keeps about {torch.finfo(dtype).eps:.0e} of a number: noise "
-                f"of init_sigma = {self._alp.settings.init_sigma:g} is mostly rounded away. trainer=bf16 (bf16-mixed) "
+                f"{BLOCK}: hidden states are {dtype}, with steps of {torch.finfo(dtype).eps:.0e} of a number: noise of "
+                f"init_sigma = {self._alp.settings.init_sigma:g} is mostly rounded away. trainer=bf16 (bf16-mixed) "
                 "keeps them in float32"
             )
 

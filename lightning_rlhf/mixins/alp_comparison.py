@@ -62,7 +62,7 @@ class PolicyComparison:
         return numbers
 
     def tails(self) -> list[RatioTails]:
-        """The percentiles in tenths of the engine's probability, of **this rank's** tokens; empty tenths are left out."""
+        """The percentiles by tenths of the engine's probability, of **this rank's** tokens; no empty tenths."""
         plain, perturbed, rollout = self._tokens()
         place = (rollout.exp() * BINS).long().clamp(0, BINS - 1)
         wanted = plain.new_tensor([0.02, 0.98])

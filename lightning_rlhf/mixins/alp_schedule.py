@@ -22,8 +22,8 @@ class NoiseSchedule(Callback):
       the task when sigma is set free, and every rank has a gradient for every parameter.
     * While the average of KL(old || perturbed current) is over ``kl_limit``, the rate shrinks by ``step`` per optimiser
       step down to ``min_lr_factor``; while it is not, it recovers as fast.
-    * While the relative variance of the gradient's norm is over ``variance_limit``, the clip norm grows by ``step`` up to
-      ``max_clip_norm``; while it is not, it returns to ``clip_norm``.
+    * While the relative variance of the gradient's norm is over ``variance_limit``, the clip norm grows by ``step`` up
+      to ``max_clip_norm``; while it is not, it returns to ``clip_norm``.
 
     The module adds it to the trainer's callbacks, where its state is saved with theirs. All it looks at is reduced over
     ranks, so that ranks agree.

@@ -24,8 +24,8 @@ def fixed_sigma(log_sigma: Tensor, bits: int | None, share: float = INFERENCE_SH
 
     Args:
         log_sigma: ``[L]`` or ``[L, H]``.
-        bits: of the symmetric grid whose largest value is the largest sigma (of the layer, where there is one per hidden
-            unit); ``None``: sigma as it is.
+        bits: of the symmetric grid whose largest value is the largest sigma (of the layer, where there is one per
+            hidden unit); ``None``: sigma as it is.
         share: of the noise of training.
     """
     sigma = log_sigma.exp()

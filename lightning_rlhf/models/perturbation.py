@@ -34,7 +34,7 @@ def draw_noise(shape: torch.Size, seed: int, device: torch.device) -> Tensor:
 
 
 def fake_quantise(x: Tensor, bits: int) -> Tensor:
-    """``x`` rounded to the grid of a symmetric ``bits``-bit quantiser with one scale per vector of the last dimension."""
+    """``x`` rounded to the grid of a symmetric ``bits``-bit quantiser, one scale per vector of the last dimension."""
     limit = 2 ** (bits - 1) - 1
     scale = x.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny).div_(limit)
     return (x / scale).round_().mul_(scale)
@@ -207,7 +207,7 @@ class Perturbation(nn.Module):
         return ((noisy, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": noisy})
 
     def _refuse_unknown_recomputation(self, layer: nn.Module) -> None:
-        """Without this, a layer that was perturbed would be recomputed without noise, and gradients wrong in silence."""
+        """Without this, a perturbed layer would be recomputed without noise, and its gradients wrong in silence."""
         if torch._C._current_graph_task_id() != -1 and not self._recomputing:
             raise RuntimeError(
                 f"{type(layer).__name__} is recomputed in the backward pass by a checkpoint that does not restore its "

@@ -25,9 +25,9 @@ class RouterPerturbation(nn.Module):
     """Noise on the router logits, in the passes that the layers' :class:`Perturbation` opens.
 
     The logit of expert ``e`` becomes ``logit + sigma_e * u_e / target * z``: an expert that gets more tokens than its
-    share is perturbed more, one that gets fewer less. ``u_e`` is a moving average over optimiser steps, the same on every
-    rank. Routers are found through the model's own ``_can_record_outputs["router_logits"]``; their first matrix product
-    is perturbed, so their code is not touched.
+    share is perturbed more, one that gets fewer less. ``u_e`` is a moving average over optimiser steps, the same on
+    every rank. Routers are found through the model's own ``_can_record_outputs["router_logits"]``; their first matrix
+    product is perturbed, so their code is not touched.
 
     Args:
         lm: a causal language model of transformers.
@@ -75,8 +75,8 @@ class RouterPerturbation(nn.Module):
     def balance(self) -> Tensor:
         """``sum over routers and experts of (utilisation - target)^2`` in the last perturbed pass, with its gradient.
 
-        The utilisation is the mean router probability over the pass's tokens, padding left out; unlike a count of chosen
-        tokens it has a gradient.
+        The utilisation is the mean router probability over the pass's tokens, padding left out; unlike a count of
+        chosen tokens it has a gradient.
         """
         if not self._shares:
             raise RuntimeError("RouterPerturbation.balance comes after a perturbed forward pass")
