@@ -6,6 +6,7 @@ if __name__ != "lightning_rlhf.callbacks":
 
 from lightning_rlhf.callbacks.adaptive_kl import AdaptiveKL
 from lightning_rlhf.callbacks.advantage_vanish import AdvantageVanish
+from lightning_rlhf.callbacks.alp_figures import ALPFigures
 from lightning_rlhf.callbacks.base import RLHFCallback
 from lightning_rlhf.callbacks.calibrate import Calibrate, CalibrationError
 from lightning_rlhf.callbacks.clip_fraction_break import ClipFractionBreak
@@ -19,6 +20,7 @@ from lightning_rlhf.callbacks.oom_guard import OOMGuard
 from lightning_rlhf.callbacks.samples_table import SamplesTable
 
 __all__ = [
+    "ALPFigures",
     "AdaptiveKL",
     "AdvantageVanish",
     "Calibrate",

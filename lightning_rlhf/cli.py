@@ -22,7 +22,8 @@ lightning-rlhf {version}: reinforcement learning of language models
 
   lightning-rlhf train  [key=value ...]                           train; without arguments, the quickstart
   lightning-rlhf eval   checkpoint=RUN_OR_FILE [key=value ...]    score held-out prompts with a checkpoint
-  lightning-rlhf export checkpoint=RUN_OR_FILE output=FOLDER      write a Hugging Face folder (force=true overwrites)
+  lightning-rlhf export checkpoint=RUN_OR_FILE output=FOLDER      write a Hugging Face folder (force=true overwrites,
+                                                                  perturbation=true adds the noise of ALP)
   lightning-rlhf serve  [port=8000 ...] [key=value ...]           start a vLLM server for a run (rollout=vllm_server)
 
 examples
@@ -143,16 +144,18 @@ def _eval(arguments: list[str]) -> None:
 
 
 def _export(arguments: list[str]) -> None:
-    options, overrides = _options(arguments, required=["checkpoint", "output"], optional=["force"])
+    options, overrides = _options(arguments, required=["checkpoint", "output"], optional=["force", "perturbation"])
     from lightning_rlhf.export import export_checkpoint
     from lightning_rlhf.schema import InputError
 
-    force = options.get("force", "false").lower()
-    if force not in ("true", "false"):
-        raise InputError(f"force = {force!r} is not allowed: true or false")
+    flags = {name: options.get(name, "false").lower() for name in ("force", "perturbation")}
+    for name, value in flags.items():
+        if value not in ("true", "false"):
+            raise InputError(f"{name} = {value!r} is not allowed: true or false")
     if overrides:
-        raise InputError(f"export takes checkpoint=, output= and force=, not {overrides[0]!r}")
-    folder = export_checkpoint(options["checkpoint"], options["output"], force=force == "true")
+        raise InputError(f"export takes checkpoint=, output=, force= and perturbation=, not {overrides[0]!r}")
+    chosen = {name: value == "true" for name, value in flags.items()}
+    folder = export_checkpoint(options["checkpoint"], options["output"], **chosen)
     print(f"exported to {folder}; load it with AutoModelForCausalLM.from_pretrained({str(folder)!r})")
 
 

@@ -28,6 +28,7 @@ from lightning_rlhf.metrics.batch import MetricBatch
 from lightning_rlhf.metrics.experience import experience_metrics, policy_metrics
 from lightning_rlhf.metrics.moments import RunningMoments
 from lightning_rlhf.metrics.names import check
+from lightning_rlhf.mixins.alp import ALPMixin
 from lightning_rlhf.mixins.rollout_correction import RolloutCorrectionMixin
 from lightning_rlhf.models import Policy, SharedCritic
 from lightning_rlhf.rewards import CompositeReward
@@ -555,5 +556,5 @@ STABILITY_COUNTS = {
 """Cumulative counts of ``module.control`` and the metric each is logged as."""
 
 
-class PPOModule(RolloutCorrectionMixin, ActorCriticModule):
+class PPOModule(ALPMixin, RolloutCorrectionMixin, ActorCriticModule):
     """The default composition. Mixins stand before the base class: ``class Mine(MyMixin, PPOModule)``."""

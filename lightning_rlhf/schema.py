@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_rlhf.arithmetic import Arithmetic
 from lightning_rlhf.locate import locate
+from lightning_rlhf.mixins.alp_settings import ALPSettings
 from lightning_rlhf.mixins.correction_settings import RolloutCorrectionSettings
 from lightning_rlhf.settings import PPOSettings, SettingError, build
 from lightning_rlhf.spelling import hint
@@ -130,7 +131,7 @@ def top_level(config: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem(key, leaf, f"nothing reads this key; {text}")
 
 
-PLACED_ELSEWHERE = {"rollout_correction"}
+PLACED_ELSEWHERE = {"alp", "rollout_correction"}
 """Groups whose files fill a block of another group (``# @package`` on their first line)."""
 
 
@@ -226,7 +227,7 @@ def _is_reward_function(key: str, target: Any) -> bool:
 # --- values ----------------------------------------------------------------------------------------------------------
 
 
-MIXIN_SETTINGS: dict[str, type] = {"rollout_correction": RolloutCorrectionSettings}
+MIXIN_SETTINGS: dict[str, type] = {"alp": ALPSettings, "rollout_correction": RolloutCorrectionSettings}
 """Blocks of ``module`` that belong to a mixin; null or absent switches it off."""
 
 
@@ -339,6 +340,15 @@ def combinations(config: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem("rollout.samples", batch.samples, needs)
     if advantage.bootstrap_truncated and advantage.estimator != "gae":
         yield Problem("module.advantage.bootstrap_truncated", True, "false, or the estimator gae with its critic")
+    unified = get(config, "module.alp") is not None and get(config, "module.alp.ratio", ALPSettings.ratio) == "unified"
+    weights = get(config, "module.rollout_correction.rollout_is")
+    if unified and weights is not None:
+        yield Problem(
+            "module.rollout_correction.rollout_is",
+            weights,
+            "null with module.alp.ratio = unified: the ratio perturbed current / engine contains the correction, "
+            "weights on top would count the gap twice; module.alp.ratio=decoupled uses weights",
+        )
     if settings.kl.coefficient > 0 and reference == "none":
         yield Problem("module.kl.coefficient", settings.kl.coefficient, "0 without model.policy.reference")
 

@@ -186,6 +186,23 @@ METRICS: list[Metric] = [
        verl="training/rollout_probs_diff_max (on the rollout)"),
     _m("calibrate/probs_pearson_corr", "1", "up", "tokens", "Pearson correlation of the two probabilities.",
        verl="training/rollout_actor_probs_pearson_corr (on the rollout)"),
+    # --- adaptive layerwise perturbation -------------------------------------------------------------------------
+    _m("alp/sigma_layer_<layer>", "hidden units", "neither", "once", "Standard deviation of the noise on the input of "
+       "a decoder layer, root mean square over hidden units; layers are counted from 0."),
+    _m("alp/sigma_router_<layer>", "logits", "neither", "once", "Standard deviation of the noise on the router's "
+       "logits of a layer, utilisation included, root mean square over experts."),
+    _m("alp/utilisation_max", "share", "down", "once", "Moving average of the mean router probability of the most "
+       "used expert of any layer; 1 / experts is even."),
+    _m("alp/balance_loss", "1", "down", "steps", "lambda times sum (utilisation - target)^2 over experts and layers, "
+       "as it is in the loss."),
+    _m("alp/lr_factor", "1", "neither", "once", "What the learning rate of log sigma is multiplied by: 0 during its "
+       "warm-up, below 1 while KL is over its limit."),
+    _m("alp/clip_norm", "1", "neither", "once", "Limit of the gradient norm of log sigma in force."),
+    _m("alp/kl_perturbed", "nats/token", "neither", "tokens", "KL(plain || perturbed) of the current policy, estimator "
+       "k3, valid tokens of the first micro-batch of each epoch, in iterations that compare."),
+    _m("alp/correlation_plain", "1", "up", "tokens", "Pearson correlation of the plain current policy's probabilities "
+       "with the engine's, same tokens.", verl="training/rollout_actor_probs_pearson_corr (before the updates)"),
+    _m("alp/correlation_perturbed", "1", "up", "tokens", "The same of the perturbed policy."),
     # --- optimiser -----------------------------------------------------------------------------------------------
     _m("grad_norm/<group>", "1", "neither", "steps", "Global L2 norm of a parameter group's gradient (actor, critic), "
        "before clipping.", verl="actor/grad_norm, critic/grad_norm"),
