@@ -110,8 +110,8 @@ def deviation(case: dict[str, Any], name: str, reference: float) -> float:
     if name == "k3_kl" and np.abs(gap[mask]).max() > 20:
         u = gap[mask].clip(-20, 20)
         return float((np.exp(u) - u - 1).mean())
-    rows = mask.any(-1)
-    if rows.all():
+    rows = list(mask.any(-1))
+    if all(rows):
         return reference
     added = {
         **dict.fromkeys(["training_log_ppl", "rollout_log_ppl", "log_ppl_diff", "log_ppl_abs_diff", "chi2_seq"], 0),
@@ -125,7 +125,7 @@ def deviation(case: dict[str, Any], name: str, reference: float) -> float:
     if case["config"]["rollout_rs"] == "sequence":
         added["rollout_rs_ratio_fraction_high"] = added["rollout_rs_ratio_fraction_low"] = 0
     if name in added:
-        return (reference * len(rows) - added[name]) / rows.sum()
+        return (reference * len(rows) - added[name]) / sum(rows)
     of_rows = {"rollout_is": case["config"]["rollout_is"], "rollout_rs": case["config"]["rollout_rs"]}
     kind, _, statistic = name.rpartition("_seq_") if "_seq_" in name else name.rpartition("_")
     if name.endswith("_max_deviation"):

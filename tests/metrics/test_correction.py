@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,7 +58,7 @@ def _rank(rank: int, store: str, share: str, folder: str) -> None:
         train, rollout, mask = (x[:3] for x in batch())
         mask = torch.zeros_like(mask)  # a rank without a valid token takes part
     found = correct(train, rollout, mask, PLAN)
-    results = {"weights": found.weights, "keep": found.keep}
+    results: dict[str, Any] = {"weights": found.weights, "keep": found.keep}
     for full in (False, True):
         metrics = CorrectionMetrics(full=full)
         metrics.update(found, train, rollout)
