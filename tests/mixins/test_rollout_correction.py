@@ -219,7 +219,7 @@ def test_values_of_a_shared_critic_are_the_same_with_and_without_old_log_probabi
 
 
 def test_the_bypass_ratio_is_current_over_engine() -> None:
-    module, recorder, metrics = run({"bypass_mode": True, "full_every": 1}, iterations=1)
+    _, recorder, metrics = run({"bypass_mode": True, "full_every": 1}, iterations=1)
     first = recorder.of("on_before_step")[0]
     assert first.ratio_max > 1.2, "before any step it is the gap between trainer and engine"
     assert metrics["rollout_corr/k3_kl"] > 0.01
