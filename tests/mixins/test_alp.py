@@ -230,7 +230,7 @@ def test_the_clip_norm_rises_while_the_gradient_varies_and_returns() -> None:
     for norm in (1.0, 1.0, 21.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0):
         schedule.on_minibatch_end(None, module, stats(norm=norm))
         limits.append(schedule.clip_norm)
-    # k steps after the spike: mean 1 + 10 / 2^k, mean square 1 + 220 / 2^k; variance / mean^2 is below 0.5 from k = 9 on.
+    # k steps after the spike: mean 1 + 10 / 2^k, mean square 1 + 220 / 2^k; variance / mean^2 < 0.5 from k = 9 on.
     assert limits == [1.0, 1.0, 1.5, *[2.0] * 8, 2.0 / 1.5, 1.0]
     [group] = [g for g in module.parameter_groups() if g["name"] == "alp"]
     assert group["clip_norm"] == schedule.clip_norm
