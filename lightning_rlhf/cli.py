@@ -1,4 +1,4 @@
-"""The front door: ``lightning-rlhf train | eval | export``. Nothing heavy is imported before a verb needs it."""
+"""The front door: ``lightning-rlhf train | eval | export | serve``. What is heavy is imported when a verb needs it."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ lightning-rlhf {version}: reinforcement learning of language models
   lightning-rlhf eval   checkpoint=RUN_OR_FILE [key=value ...]    score held-out prompts with a checkpoint
   lightning-rlhf export checkpoint=RUN_OR_FILE output=FOLDER      write a Hugging Face folder (force=true overwrites,
                                                                   perturbation=true adds the noise of ALP)
+  lightning-rlhf serve  [port=8000 ...] [key=value ...]           start a vLLM server for a run (rollout=vllm_server)
 
 examples
   lightning-rlhf train iterations=100 module.loss.clip_high=0.28
@@ -53,7 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments[0] == "--version":
         print(__version__)
         return 0
-    verbs: dict[str, Callable[[list[str]], None]] = {"train": _train, "eval": _eval, "export": _export}
+    verbs: dict[str, Callable[[list[str]], None]] = {
+        "train": _train,
+        "eval": _eval,
+        "export": _export,
+        "serve": _serve,
+    }
     verb, rest = arguments[0], arguments[1:]
     if verb not in verbs:
         print(f"lightning-rlhf: no verb {verb!r}; there are: {', '.join(verbs)}. See --help.", file=sys.stderr)
@@ -151,6 +157,17 @@ def _export(arguments: list[str]) -> None:
     chosen = {name: value == "true" for name, value in flags.items()}
     folder = export_checkpoint(options["checkpoint"], options["output"], **chosen)
     print(f"exported to {folder}; load it with AutoModelForCausalLM.from_pretrained({str(folder)!r})")
+
+
+def _serve(arguments: list[str]) -> None:
+    from lightning_rlhf.serve import DEFAULTS, serve
+
+    own, extra = arguments, []
+    if "--" in arguments:
+        cut = arguments.index("--")
+        own, extra = arguments[:cut], arguments[cut + 1 :]
+    options, overrides = _options(own, required=[], optional=list(DEFAULTS))
+    serve(options, overrides, extra)
 
 
 def _options(

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +12,14 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 
 from lightning_rlhf.control import Control
-from lightning_rlhf.events import ExperienceStats, UpdateStats, emit
+from lightning_rlhf.events import ExperienceStats, emit
 from lightning_rlhf.experience import Experience, Finish, MiniBatch, PromptBatch, Rollout
 from lightning_rlhf.functional.kl import kl_estimate
 from lightning_rlhf.functional.losses import PolicyLoss, aggregate, ppo_policy_loss, value_loss
 from lightning_rlhf.functional.schedules import learning_rate_factor
 from lightning_rlhf.functional.stats import explained_variance
+from lightning_rlhf.generation import RolloutSource
+from lightning_rlhf.logbook import Logbook
 from lightning_rlhf.metrics.batch import MetricBatch
 from lightning_rlhf.metrics.experience import experience_metrics, policy_metrics
 from lightning_rlhf.metrics.moments import RunningMoments
@@ -29,7 +28,7 @@ from lightning_rlhf.mixins.alp import ALPMixin
 from lightning_rlhf.mixins.rollout_correction import RolloutCorrectionMixin
 from lightning_rlhf.models import Policy, SharedCritic
 from lightning_rlhf.rewards import CompositeReward
-from lightning_rlhf.rollout import AheadRollouts, RolloutEngine
+from lightning_rlhf.rollout import RolloutEngine
 from lightning_rlhf.scoring import compute_advantages, score_experience, score_rewards
 from lightning_rlhf.settings import PPOSettings
 from lightning_rlhf.update import UpdateLoop
@@ -107,11 +106,9 @@ class ActorCriticModule(LightningModule):
         self.run_config: dict[str, Any] | None = None
         """The resolved configuration as plain containers; travels in the checkpoint."""
         self._fingerprint: str | None = None
-        self._progress = {"sequences": 0, "tokens": 0}
+        self._rollouts = RolloutSource(self)
         self._update_loop = UpdateLoop(self)
-        self._ahead = AheadRollouts()
-        self._redrawn = False
-        self._times: dict[str, float] = {}
+        self._logbook = Logbook(self)
 
     # --- extension points ----------------------------------------------------------------------------------------
 
@@ -183,76 +180,61 @@ class ActorCriticModule(LightningModule):
 
     def training_step(self, prompts: PromptBatch, batch_idx: int) -> None:
         """One iteration: rollout, rewards, scoring, advantages, update, weights to the engine, metrics."""
-        start = time.perf_counter()
-        self._times = {}
+        log = self._logbook
+        log.begin_iteration()
         self.control.begin_iteration(self.control.iteration + 1)
         emit(self, "on_rollout_start", prompts)
-        with self._timed("rollout"):
-            rollout = self._rollout(prompts)
+        with log.timed("rollout"):
+            rollout = self._rollouts.next(prompts)
         emit(self, "on_rollout_end", rollout)
-        with self._timed("reward"):
+        with log.timed("reward"):
             experience = self.score_rewards(prompts, rollout)
-        with self._timed("score"):
+        with log.timed("score"):
             self.score_experience(experience)
             metrics = self.prepare_experience(experience) or MetricBatch()
+            emit(self, "on_experience_scored", experience)
             self.compute_advantages(experience, metrics)
-        staleness = self._staleness(rollout).float()
-        metrics.mean("rollout/staleness_mean", staleness)
-        metrics.max("rollout/staleness_max", staleness)
+        self._rollouts.measure(rollout, metrics)
         numbers = self._experience_metrics(experience, metrics)
-        emit(self, "on_experience_ready", experience, self._experience_stats(experience, numbers))
-        with self._timed("update"):
+        with self.control.allow("rollback"):
+            emit(self, "on_experience_ready", experience, self._experience_stats(experience, numbers))
+        with log.timed("update"):
             update = self._update_loop.run(experience)
-        with self._timed("rollout_wait"):
-            self._ahead.wait()
-        with self._timed("weights"):
+        with log.timed("rollout_wait"):
+            self._rollouts.wait()
+        with log.timed("weights"):
             self.engine.update_weights(self.control.iteration)
-        self._times["iteration"] = time.perf_counter() - start
-        numbers |= {"data/pass": max(prompts.passes), "rollout/drawn_late": float(self._redrawn)}
-        self._log_iteration(numbers, update)
+        numbers |= self._update_loop.metrics.compute() | self.update_metrics()
+        numbers |= {"data/pass": max(prompts.passes), "rollout/drawn_late": float(self._rollouts.drawn_late)}
+        log.write(numbers, update)
         if self.control.training_stopped:
             self.trainer.should_stop = True
 
     def generate(self, prompts: PromptBatch, *, greedy: bool = False) -> Rollout:
         """Responses of the engine's policy, on the module's device."""
-        return self._request(prompts, greedy)().to(self.device)
+        return self._rollouts.generate(prompts, greedy=greedy)
 
-    def _request(self, prompts: PromptBatch, greedy: bool = False) -> Callable[[], Rollout]:
-        """The call of the engine with the settings in force now, whenever it is made."""
-        return partial(
-            self.engine.generate,
-            prompts,
-            samples=1 if greedy else self.engine.sampling.samples,
-            max_new_tokens=int(self.control.value("max_new_tokens")),
-            seed=self.seed,
-            greedy=greedy,
-        )
+    @torch.no_grad()
+    def probe(self, prompts: PromptBatch, *, max_new_tokens: int) -> tuple[Rollout, Tensor]:
+        """One answer of the engine to each prompt, and the trainer's log-probabilities of its tokens.
 
-    def _rollout(self, prompts: PromptBatch) -> Rollout:
-        """The rollout generated ahead for these prompts, else one drawn now; with ``rollout.lag=1`` the next begins."""
-        rollout = self._ahead.take(prompts)
-        if rollout is not None and self._too_stale(rollout):
-            rollout = None
-        drawn_now = rollout is None
-        rollout = self.generate(prompts) if rollout is None else rollout.to(self.device)
-        if drawn_now and self._too_stale(rollout):
-            raise RuntimeError(
-                f"the engine still draws with weights {int(self._staleness(rollout).max())} iterations old, which "
-                f"rollout.max_staleness = {self.engine.ahead.max_staleness} forbids: its weights are not updated"
-            )
-        self._redrawn = drawn_now and self.engine.ahead.lag > 0
-        if self.engine.ahead.lag and self.control.iteration < self.iterations:
-            following = self.trainer.datamodule.train_batch(self.control.iteration)  # type: ignore[attr-defined]
-            self._ahead.begin(self._request(following), self.device)
-        return rollout
+        For callbacks that compare the two sides. Nothing of the run changes: no clock, no random state, no metric.
+        Call it where the engine is idle: in ``on_rollout_start``, or outside of training.
 
-    def _staleness(self, rollout: Rollout) -> Tensor:
-        """``[B]`` iterations by which the weights that drew each sample lie behind the policy."""
-        return self.control.iteration - 1 - rollout.policy_version
+        Args:
+            prompts: what is asked.
+            max_new_tokens: longest answer; the limit of the rollouts stays in force.
 
-    def _too_stale(self, rollout: Rollout) -> bool:
-        limit = self.engine.ahead.max_staleness
-        return limit is not None and bool((self._staleness(rollout) > limit).any())
+        Returns:
+            The rollout, and ``[B, R]`` float32 log-probabilities (nats), 0 on padding.
+        """
+        limit = min(max_new_tokens, int(self.control.value("max_new_tokens")))
+        with self.trainer.precision_plugin.forward_context():
+            answers = self.engine.generate(prompts, samples=1, max_new_tokens=limit, seed=self.seed).to(self.device)
+            experience = Experience.from_rollout(answers, prompts.texts, texts=[""] * len(answers))
+            temperature, budget = self.engine.sampling.temperature, self.settings.update.score_tokens
+            score_experience(experience, self.actor, None, None, temperature=temperature, budget=budget)
+        return answers, experience.require("old_logprobs")
 
     def score_rewards(self, prompts: PromptBatch, rollout: Rollout) -> Experience:
         """Experience with texts, scores ``[B]`` and the terms they consist of."""
@@ -306,7 +288,7 @@ class ActorCriticModule(LightningModule):
         for name, term in self.extra_losses(micro).items():
             total = total + term
             metrics.sum(name, term)
-        policy_metrics(micro, output.logprobs.detach(), policy, settings.kl.estimator, metrics)
+        policy_metrics(micro, output.logprobs.detach(), policy, metrics)
         return total
 
     # --- evaluation ----------------------------------------------------------------------------------------------
@@ -360,19 +342,11 @@ class ActorCriticModule(LightningModule):
 
     def teardown(self, stage: str) -> None:
         """End the thread of asynchronous rollouts."""
-        self._ahead.close()
+        self._rollouts.close()
 
     def on_fit_start(self) -> None:
-        """Asynchronous rollouts need to know the next batch.
-
-        Raises:
-            RuntimeError: ``rollout.lag=1`` with a data module that cannot tell.
-        """
-        if self.engine.ahead.lag and not hasattr(getattr(self.trainer, "datamodule", None), "train_batch"):
-            raise RuntimeError(
-                "rollout.lag = 1 needs a data module with a method train_batch(index) -> PromptBatch, such as "
-                "PromptDataModule; this one has none"
-            )
+        """Refuse asynchronous rollouts where the data module cannot say what comes next."""
+        self._rollouts.check()
 
     def on_train_start(self) -> None:
         """A restored optimiser brings the settings it was saved with; the configuration of this run decides."""
@@ -387,10 +361,11 @@ class ActorCriticModule(LightningModule):
         """Control, counters and configuration; of a frozen reference only the fingerprint, its weights never change."""
         checkpoint["lightning_rlhf"] = {
             "control": self.control.state_dict(),
-            "progress": dict(self._progress),
+            "update": self._update_loop.state_dict(),
+            "progress": dict(self._logbook.progress),
             "run_config": self.run_config,
             "reference_fingerprint": self._reference_fingerprint(),
-            "rollout_ahead": self._ahead.state_dict(),
+            "rollout_ahead": self._rollouts.state_dict(),
         }
         state = checkpoint["state_dict"]
         for name in [name for name in state if name.startswith("reference.")]:
@@ -405,9 +380,9 @@ class ActorCriticModule(LightningModule):
                 "source has changed since, or model.policy.reference differs. Restore it, or start a new run."
             )
         self.control.load_state_dict(saved["control"])
-        self._progress = dict(saved["progress"])
-        if self.engine.ahead.lag:
-            self._ahead.load_state_dict(saved["rollout_ahead"], self.device)
+        self._update_loop.load_state_dict(saved["update"])
+        self._logbook.progress = dict(saved["progress"])
+        self._rollouts.load_state_dict(saved["rollout_ahead"])
         if isinstance(self.reference, torch.nn.Module):
             checkpoint["state_dict"].update(self.reference.state_dict(prefix="reference."))
 
@@ -439,6 +414,7 @@ class ActorCriticModule(LightningModule):
             entropy=numbers.get("entropy/mean", math.nan),
             kl_ref=numbers.get("kl/ref", 0.0),
             advantage_abs_mean=numbers["advantage/abs_mean"],
+            advantage_raw_abs_mean=numbers["advantage/raw_abs_mean"],
             response_length_mean=numbers["response/length_mean"],
             truncated_fraction=numbers["response/truncated_fraction"],
         )
@@ -451,58 +427,6 @@ class ActorCriticModule(LightningModule):
                 explained_variance(experience.values, experience.require("returns"), experience.require("loss_mask"))
             )
         return numbers
-
-    def _log_iteration(self, numbers: dict[str, float], update: UpdateStats) -> None:
-        control = self.control
-        sequences, tokens = numbers.pop("batch/sequences"), numbers.pop("batch/tokens")
-        self._progress["sequences"] += int(sequences)
-        self._progress["tokens"] += int(tokens)
-        numbers |= self._update_loop.metrics.compute() | self.update_metrics()
-        numbers |= {"ppo/epochs_used": update.epochs_used, "ppo/updates": update.steps}
-        numbers |= {"ppo/steps_skipped": update.steps_skipped, "kl/coefficient": control.value("kl_coefficient")}
-        numbers |= {f"lr/{g['name']}": g["lr"] for g in self.optimizers().param_groups}  # type: ignore[union-attr]
-        numbers |= {f"knob/{name}": control.value(name) for name in control.knobs}
-        numbers |= {
-            f"stability/{name}_multiplier": math.prod(knob.multipliers.values())
-            for name, knob in control.knobs.items()
-            if knob.multipliers
-        }
-        numbers |= {f"stability/{name}": control.counts[verb] for verb, name in STABILITY_COUNTS.items()}
-        numbers |= {"clock/iteration": control.iteration, "clock/update": control.update}
-        numbers |= {f"clock/{name}": count for name, count in self._progress.items()}
-        numbers |= {f"time/{name}": seconds for name, seconds in self._times.items()}
-        dropped = getattr(getattr(self.trainer, "datamodule", None), "dropped", None)
-        if dropped is not None:
-            numbers["data/prompts_dropped"] = sum(dropped.values())
-        numbers["perf/tokens_per_second"] = tokens / self._times["iteration"]
-        if torch.accelerator.is_available():
-            numbers["memory/peak_gib"] = torch.accelerator.max_memory_allocated(self.device) / 2**30
-            torch.accelerator.reset_peak_memory_stats(self.device)
-        numbers |= control.reported
-        check(numbers)
-        # Lightning hands logged values to loggers only after the checkpoint of this iteration, as float32.
-        for logger in self.loggers:
-            logger.log_metrics(numbers, step=control.iteration)
-        self.log_dict(numbers, logger=False, on_step=True, on_epoch=False, batch_size=1)
-        bar = {"reward": numbers["reward/mean"], "kl": numbers.get("kl/ref", 0.0)}
-        bar["tok/s"] = numbers["perf/tokens_per_second"]
-        self.log_dict(bar, prog_bar=True, logger=False, on_step=True, on_epoch=False, batch_size=1)
-
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self._times[name] = time.perf_counter() - start
-
-
-STABILITY_COUNTS = {
-    "stop_epochs": "epochs_stopped",
-    "skip_step": "steps_skipped",
-    "rollbacks": "rollbacks",
-    "nonfinite_steps": "nonfinite_steps",
-    "empty_minibatches": "empty_minibatches",
-}
-"""Cumulative counts of ``module.control`` and the metric each is logged as."""
 
 
 class PPOModule(ALPMixin, RolloutCorrectionMixin, ActorCriticModule):

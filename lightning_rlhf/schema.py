@@ -206,7 +206,7 @@ def _arguments(key: str, node: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def parameters_of(target: Any) -> dict[str, inspect.Parameter]:
-    """Parameters of a callable; a cooperative ``__init__(*args, **kwargs)`` also takes those of the next class in line."""
+    """Parameters of a callable; a cooperative ``__init__(*args, **kwargs)`` also takes those of the next in line."""
     found: dict[str, inspect.Parameter] = {}
     for cls in target.__mro__[:-1] if inspect.isclass(target) else ():
         if "__init__" not in vars(cls):

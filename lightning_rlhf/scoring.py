@@ -131,7 +131,12 @@ def compute_advantages(
         metrics.mean("kl/reward_penalty", -penalty * per_sequence, rows)
         metrics.mean("reward/total_with_kl", experience.require("scores") - beta * per_sequence, rows)
     rewards = token_rewards(experience.rewards, mask, kl, penalty)
+    if experience.reward_override is not None:
+        replaced = mask & ~experience.reward_override.isnan()
+        metrics.mean("reward/overridden_fraction", replaced.float(), valid)
+        rewards = torch.where(replaced, experience.reward_override, rewards)
     advantages, experience.returns = _estimate(experience, rewards, settings.advantage)
+    metrics.mean("advantage/raw_abs_mean", advantages.abs(), valid)
     if settings.advantage.whiten and settings.advantage.estimator in ("gae", "reinforce_plus_plus"):
         experience.advantages = whiten(advantages, valid)
     else:

@@ -1,17 +1,18 @@
 """A block of rollout correction pasted from veRL, in any of the three shapes that its keys have had.
 
-====  ====================  ===========================================================================================
-era   where                 keys
-====  ====================  ===========================================================================================
-1     flat, ``algorithm``   ``rollout_is`` (a boolean), ``rollout_is_level``, ``rollout_is_mode``, ``rollout_is_threshold``,
-                            ``rollout_is_threshold_lower``, ``rollout_is_veto_threshold``: **refused**, with the block to
-                            write in its place
-2     ``rollout_correction``  ``rollout_is``, ``rollout_rs`` (token, sequence, geometric), ``rollout_rs_threshold`` with a
-                            lower one, ``rollout_token_veto_threshold``: our own keys
-3     ``rollout_correction``  ``rollout_rs`` a list of ``token_k1 ... seq_max_k3`` with bounds such as ``"0.5_2.0"``: taken
-                            over as they are; ``token_k1`` is our ``token``, ``seq_sum_k1`` our ``sequence``,
-                            ``seq_mean_k1`` our ``geometric``
-====  ====================  ===========================================================================================
+========  ==============================  =========================================================================
+era       where                           keys
+========  ==============================  =========================================================================
+1         flat, under ``algorithm``       ``rollout_is`` (a boolean), ``rollout_is_level``, ``rollout_is_mode``,
+                                          ``rollout_is_threshold``, ``rollout_is_threshold_lower``,
+                                          ``rollout_is_veto_threshold``: **refused**, with the keys to write instead
+2         ``rollout_correction``          ``rollout_is``, ``rollout_rs`` (token, sequence, geometric),
+                                          ``rollout_rs_threshold``, ``rollout_rs_threshold_lower``,
+                                          ``rollout_token_veto_threshold``: our own keys
+3 (2026)  ``rollout_correction``          ``rollout_rs`` a list of ``token_k1 ... seq_max_k3`` with bounds such as
+                                          ``"0.5_2.0"``: taken over as they are. ``token_k1`` is our ``token``,
+                                          ``seq_sum_k1`` our ``sequence``, ``seq_mean_k1`` our ``geometric``
+========  ==============================  =========================================================================
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def translate(block: Any) -> dict[str, Any]:
         elif name in ("rollout_rs", "rollout_rs_threshold") and isinstance(value, (list, tuple)):
             ours[name] = ",".join(str(item) for item in value)
         else:
-            ours[RENAMED.get(name, name)] = value
+            ours[RENAMED.get(str(name), str(name))] = value
     return ours
 
 
@@ -125,7 +126,9 @@ def _refuse_first_era(block: Mapping[str, Any], place: str = "algorithm") -> Non
 def _log_probs(config: dict[str, Any], notes: list[str]) -> None:
     """``calculate_log_probs: true`` goes with the block in veRL and is always so here."""
     rest = config.get("actor_rollout_ref")
-    rollout = rest.get("rollout") if isinstance(rest, Mapping) else None
+    if not isinstance(rest, Mapping):
+        return
+    rollout = rest.get("rollout")
     if not isinstance(rollout, Mapping) or "calculate_log_probs" not in rollout:
         return
     if rollout["calculate_log_probs"] is not True:

@@ -106,6 +106,8 @@ def what_it_needs(group: str, option: str, tmp_path: Path) -> list[str]:
     if group == "data" and option == "arithmetic_chat":
         letters = ArithmeticTask(style="chat", operations="+-").vocabulary
         return [f"model.source.vocabulary='{letters}'", "model.source.max_positions=128"]
+    if group == "rollout" and option == "vllm":
+        pytest.importorskip("vllm")
     if group == "model" and option in ("hf", "hf_lora"):
         return [f"model.source.path={needs_model(tmp_path)}"]
     if group == "model" and option == "smollm2":

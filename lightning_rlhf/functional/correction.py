@@ -1,9 +1,9 @@
 """Importance weights and rejection between the engine that sampled and the trainer that learns.
 
-``l_t = log p_trainer - log p_engine`` of the sampled token, always in this order. Column ``t`` of every ``[B, R]`` tensor
-speaks of response token ``t``. Sums and means run over valid tokens first and are clamped to +-20 then, so that no
-``exp`` overflows; masked slots are selected away and may hold anything. Nothing here carries a gradient: a weight that did
-would change the objective.
+``l_t = log p_trainer - log p_engine`` of the sampled token, always in this order. Column ``t`` of every ``[B, R]``
+tensor speaks of response token ``t``. Sums and means run over valid tokens first and are clamped to +-20 then, so that
+no ``exp`` overflows; masked slots are selected away and may hold anything. Nothing here carries a gradient: a weight
+that did would change the objective.
 """
 
 from __future__ import annotations
@@ -175,8 +175,8 @@ def bounded_weights(raw: Tensor, plan: Plan) -> Tensor:
 def normalised_weights(weights: Tensor, keep: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
     """Weights over their mean, and that mean.
 
-    The mean is over accepted tokens (token level) or over rows with an accepted token, of all ranks. Where there is none,
-    or all weights are 0, nothing is divided. The cap is applied once more, so that it holds.
+    The mean is over accepted tokens (token level) or over rows with an accepted token, of all ranks. Where there is
+    none, or all weights are 0, nothing is divided. The cap is applied once more, so that it holds.
     """
     if plan.level == "token":
         values, counted = weights, keep

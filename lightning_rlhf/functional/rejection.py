@@ -1,8 +1,8 @@
 """Which tokens and rows are too far from the engine to learn from: rejection rules, in log space.
 
-A rule looks at ``l = log p_trainer - log p_engine`` of the sampled tokens and accepts a token, or a row as a whole. Rules
-on the ratio itself are named as in the first nested version of veRL's block, those with ``k1``, ``k2``, ``k3`` as in its
-current one:
+A rule looks at ``l = log p_trainer - log p_engine`` of the sampled tokens and accepts a token, or a row as a whole.
+Rules on the ratio itself are named as in the first nested version of veRL's block, those with ``k1``, ``k2``, ``k3``
+as in its current one:
 
 ====================================  ==============================================================================
 ``token``, ``token_k1``               ``lower <= exp(l_t) <= upper``, per token
@@ -12,8 +12,8 @@ current one:
 ``seq_sum_*, seq_mean_*, seq_max_*``  sum, mean or maximum of the divergence over the row's tokens ``<= upper``, per row
 ====================================  ==============================================================================
 
-with ``k2 = l^2 / 2`` and ``k3 = exp(l) - 1 - l`` (Schulman, "Approximating KL divergence", 2020). **Mind the unit**: the
-first three lines bound a ratio, the last two a divergence in nats.
+with ``k2 = l^2 / 2`` and ``k3 = exp(l) - 1 - l`` (Schulman, "Approximating KL divergence", 2020). **Mind the unit**:
+the first three lines bound a ratio, the last two a divergence in nats.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """How far engine and trainer are apart, and what correction makes of it: the metrics under ``rollout_corr/``.
 
-Two tiers. The **cheap** one is sums and extremes of tensors that weights and rejection have built anyway. The **full** one
-adds statistics per row, the details of every rejection rule, and percentiles, for which the valid tokens of all ranks are
-gathered and sorted: exact, and as much memory as three float32 numbers per token.
+Two tiers. The **cheap** one is sums and extremes of tensors that weights and rejection have built anyway. The **full**
+one adds statistics per row, the details of every rejection rule, and percentiles, for which the valid tokens of all
+ranks are gathered and sorted: exact, and as much memory as three float32 numbers per token.
 
-Definitions are veRL's, with three differences: rows without a valid token are in no statistic, KL k3 clamps the log-ratio
-to +-20 before ``exp`` (so it is finite), and the weights really used are reported beside those before truncation.
+Definitions are veRL's, with three differences: rows without a valid token are in no statistic, KL k3 clamps the
+log-ratio to +-20 before ``exp`` (so it is finite), and the weights really used are reported beside those before
+truncation.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ TAIL = (2, 98)
 TAIL_BINS = 10
 """Bins of equal width of the engine's token probability, for the tail envelope."""
 
+MAX_EXPONENT = 600.0
+"""Perplexities beyond e^600 are reported as e^600; float64 ends at e^709."""
+
 Numbers = dict[str, float]
 
 
@@ -45,6 +49,10 @@ class Tally:
         """Add up a tensor that is 0 at masked elements."""
         self.sums[name] = values.sum(dtype=torch.float64)
 
+    def dot(self, name: str, left: Tensor, right: Tensor) -> None:
+        """Sum of products of two float64 tensors that are 0 at masked elements."""
+        self.sums[name] = torch.dot(left.flatten(), right.flatten())
+
     def top(self, name: str, values: Tensor, valid: Tensor) -> None:
         """Largest valid element, -inf without any. (A minimum is the maximum of the negative.)"""
         chosen = values.masked_fill(~valid, -math.inf)
@@ -53,10 +61,11 @@ class Tally:
 
 
 class CorrectionMetrics(Metric):
-    """All metrics of one batch of experience, or of the micro-batches of one update; reduced over ranks by torchmetrics.
+    """All metrics of one batch, or of the micro-batches of one update; torchmetrics reduces them over ranks.
 
-    Sums are added up over ranks and divided then, extremes are extremes of all ranks, percentiles are those of all valid
-    tokens. ``compute`` costs one reduction of sums, one of extremes, in the full tier one gather, and one transfer.
+    Sums are added up over ranks and divided then, extremes are extremes of all ranks, percentiles are those of all
+    valid tokens. ``compute`` costs one reduction of sums, one of extremes, in the full tier one gather, and one
+    transfer.
 
     Args:
         full: the full tier instead of the cheap one.
@@ -67,7 +76,7 @@ class CorrectionMetrics(Metric):
     full_state_update = False
     total: Tensor
     extreme: Tensor
-    tokens: list[Tensor] | Tensor
+    tokens: Any
 
     def __init__(self, *, full: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -135,13 +144,13 @@ class CorrectionMetrics(Metric):
             self.add_state("tokens", [], dist_reduce_fx="cat")
         measured, token = correction.ratio.measured, correction.ratio.token
         raw = torch.ones_like(token) if correction.raw is None else correction.raw.expand_as(token)
-        self.tokens.append(torch.stack([raw, token, rollout.exp()], dim=-1)[measured].float())
+        self.tokens.append(torch.stack([x[measured].float() for x in (raw, token, rollout.exp())], dim=-1))
 
     def _quantiles(self) -> dict[str, Tensor]:
         if not self.full:
             return {}
         tokens = torch.cat(self.tokens) if isinstance(self.tokens, list) else self.tokens
-        raw, ratio, probability = tokens.double().unbind(-1)
+        raw, ratio, probability = tokens.unbind(-1)
         found = {"weights": quantiles(raw, PERCENTILES)}
         bins = (probability * TAIL_BINS).long().clamp(0, TAIL_BINS - 1)
         for index in range(TAIL_BINS):
@@ -181,32 +190,41 @@ def off_policy(tally: Tally, correction: Correction, train: Tensor, rollout: Ten
     tally.sum("rows", rows)
     tally.sum("missing", ratio.missing)
     train, rollout = select_valid(train, valid), select_valid(rollout, valid)
-    p, q = select_valid(train.exp(), valid), select_valid(rollout.exp(), valid)
+    # Squares of float32 probabilities would drown a small variance in rounding.
+    p, q = (select_valid(x.exp(), valid).double() for x in (train, rollout))
     gap = (p - q).abs()
     tally.top("gap", gap, valid)
-    for name, values in {"gap": gap, "gap2": gap * gap, "p": p, "q": q, "pp": p * p, "qq": q * q, "pq": p * q}.items():
+    for name, values in {"gap": gap, "p": p, "q": q}.items():
         tally.sum(name, values)
+    for name, left, right in (("gap2", gap, gap), ("pp", p, p), ("qq", q, q), ("pq", p, q)):
+        tally.dot(name, left, right)
     bounded = ratio.token.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     excess = torch.expm1(bounded)  # r - 1 without cancellation
     tally.sum("l", ratio.token)
     tally.sum("k3", excess - bounded)
-    tally.sum("chi2", excess * (excess + 2))  # r^2 - 1
+    tally.sum("excess", excess)
+    tally.dot("excess2", excess.double(), excess.double())
     length = ratio.length.clamp(min=1)
-    surprise, engine = -train.sum(-1, keepdim=True) / length, -rollout.sum(-1, keepdim=True) / length
+    surprise, engine = (-x.sum(-1, keepdim=True, dtype=torch.float64) / length for x in (train, rollout))
     per_row = {
         "log_ppl": surprise,
-        "ppl": surprise.exp(),
+        "ppl": _exp(surprise),
         "engine_log_ppl": engine,
-        "engine_ppl": engine.exp(),
+        "engine_ppl": _exp(engine),
         "d": surprise - engine,
         "abs_d": (surprise - engine).abs(),
-        "exp_d": (surprise - engine).exp(),
+        "exp_d": _exp(surprise - engine),
         "chi2_seq": torch.expm1(2 * ratio.total.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)),
     }
     for name, values in per_row.items():
         tally.sum(name, select_valid(values, rows))
     tally.top("d", surprise - engine, rows)
     tally.top("-d", engine - surprise, rows)
+
+
+def _exp(x: Tensor) -> Tensor:
+    """Finite for finite float64 numbers, and for sums of a billion of them."""
+    return x.clamp(max=MAX_EXPONENT).exp()
 
 
 def acceptance(tally: Tally, correction: Correction) -> None:
@@ -239,25 +257,23 @@ def spread(
 ) -> None:
     """Moments, extremes and shares outside ``band`` of a statistic per token ``[B, R]`` or per row ``[B, 1]``.
 
-    Means are over valid tokens; a row's value counts once for each of its tokens. Extremes and shares are over tokens or
-    rows, whichever the statistic belongs to.
+    Means are over valid tokens; a row's value counts once for each of its tokens. Extremes and shares are over tokens
+    or rows, whichever the statistic belongs to.
     """
     ratio = correction.ratio
     per_row = values.shape[-1] == 1 and ratio.token.shape[-1] != 1
     rows = ratio.length > 0
     unit = rows if per_row else ratio.measured
-    times = ratio.length if per_row else ratio.measured
     lower, upper = band
     inside = values.clamp(lower, upper)
     values, inside = select_valid(values, unit), select_valid(inside, unit)
-    tally.sum(f"{key}/total", values * times)
-    tally.sum(f"{key}/inside", inside * times)
-    tally.sum(f"{key}/inside2", inside * inside * times)
+    high, low = unit & (values > upper), unit & (values < lower)
     tally.sum(f"{key}/units", unit)
-    tally.sum(f"{key}/high", unit & (values > upper))
-    tally.sum(f"{key}/low", unit & (values < lower))
-    tally.sum(f"{key}/high_tokens", (unit & (values > upper)) * times)
-    tally.sum(f"{key}/low_tokens", (unit & (values < lower)) * times)
+    tally.sum(f"{key}/high", high)
+    tally.sum(f"{key}/low", low)
+    of_tokens = {"total": values, "inside": inside, "inside2": inside * inside, "high_tokens": high, "low_tokens": low}
+    for name, each in of_tokens.items():
+        tally.sum(f"{key}/{name}", each * ratio.length if per_row else each)
     tally.top(f"{key}/max", values, unit)
     tally.top(f"{key}/-min", -values, unit)
     if not full:
@@ -329,7 +345,7 @@ def finish(sums: Numbers, maxima: Numbers, correction: Correction, full: bool) -
             numbers[f"{prefix}masked_fraction"] = sums[f"{key}/rejected"] / n
             numbers[f"{prefix}seq_masked_fraction"] = sums[f"{key}/rejected_rows"] / rows
             if rule.kind != "k1":
-                numbers.pop(f"{prefix}seq_fraction_low")
+                numbers.pop(f"{prefix}seq_fraction_low", None)
     return numbers
 
 
@@ -348,7 +364,7 @@ def _off_policy_numbers(sums: Numbers, maxima: Numbers, n: float, rows: float) -
         "log_ppl_diff": per_row["d"],
         "log_ppl_abs_diff": per_row["abs_d"],
         "ppl_ratio": per_row["exp_d"],
-        "chi2_token": mean["chi2"],
+        "chi2_token": mean["excess2"] + 2 * mean["excess"],  # r^2 - 1
         "chi2_seq": per_row["chi2_seq"],
     }
     if sums["n"]:
@@ -409,12 +425,16 @@ def quantiles(values: Tensor, percents: tuple[int, ...]) -> Tensor:
     Sorted once, where ``torch.quantile`` refuses more than 2^24 elements.
 
     Args:
-        values: ``[N]`` float64.
+        values: ``[N]``.
         percents: from 0 to 100.
+
+    Returns:
+        Float64, one per percentage.
     """
     if not len(values):
-        return values.new_full((len(percents),), math.nan)
+        return torch.full((len(percents),), math.nan, dtype=torch.float64, device=values.device)
     ordered = values.sort().values
     place = torch.tensor(percents, dtype=torch.float64, device=values.device) / 100 * (len(values) - 1)
     below = place.floor().long()
-    return torch.lerp(ordered[below], ordered[(below + 1).clamp(max=len(values) - 1)], place - below)
+    left, right = (ordered[index.clamp(max=len(values) - 1)].double() for index in (below, below + 1))
+    return torch.lerp(left, right, place - below)

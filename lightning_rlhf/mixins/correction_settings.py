@@ -24,7 +24,7 @@ class AdaptiveSettings:
     """Limits that follow the data: the cap of the weights and the width of the rejection bands."""
 
     target_ess: float | None = None
-    """Effective sample size of the weights in use (1 is all of it); the cap falls while it is lower. Null: fixed cap."""
+    """Effective sample size of the weights in use (1 is all of it); the cap falls while it is lower. Null: fixed."""
     target_rejection: float | None = None
     """Share of valid tokens that rejection may take; bands widen while it takes more. Null: fixed bands."""
     step: float = 0.1
@@ -159,8 +159,8 @@ class RolloutCorrectionSettings:
     def _check_modes(self) -> None:
         lower, upper = self.rollout_is_threshold_lower, self.rollout_is_threshold
         if lower is not None and self.rollout_is_mode != "mask":
-            raise _refused("rollout_is_threshold_lower", lower, "null where rollout_is_mode is truncate: weights have no "
-                           "lower cap")  # fmt: skip
+            raise _refused("rollout_is_threshold_lower", lower, "null where rollout_is_mode is truncate: weights have "
+                           "no lower cap")  # fmt: skip
         if self.rollout_is_mode == "mask" and (1 / upper if lower is None else lower) > upper:
             name, value = ("rollout_is_threshold", upper) if lower is None else ("rollout_is_threshold_lower", lower)
             raise _refused(name, value, f"a lower threshold of at most the upper one, {upper}")
@@ -169,19 +169,19 @@ class RolloutCorrectionSettings:
         if not self.bypass_mode:
             return
         if self.loss_type == "ppo_clip" and self.rollout_is is not None:
-            raise _refused("rollout_is", self.rollout_is, "null with bypass_mode and loss_type ppo_clip: the ratio current "
-                           "/ engine already corrects, weights on top would count the gap twice; loss_type: reinforce "
-                           "uses weights")  # fmt: skip
+            raise _refused("rollout_is", self.rollout_is, "null with bypass_mode and loss_type ppo_clip: the ratio "
+                           "current / engine already corrects, weights on top would count the gap twice; loss_type: "
+                           "reinforce uses weights")  # fmt: skip
         if self.rollout_is_batch_normalize:
             raise _refused("rollout_is_batch_normalize", True, "false with bypass_mode: weights follow the policy from "
-                           "micro-batch to micro-batch, so that a mean would depend on how a minibatch is cut")  # fmt: skip
+                           "micro-batch to micro-batch, so that a mean would depend on the cut")  # fmt: skip
 
     def _check_storage(self) -> None:
         error = storage_error(self.storage, self.largest_cap)
         if self.rollout_is_dtype != "float32" and error > MAX_STORAGE_ERROR:
             raise _refused("rollout_is_dtype", self.rollout_is_dtype, f"float32: rounding may change a weight of up to "
-                           f"{self.largest_cap:g} by {error:.1e}, more than {MAX_STORAGE_ERROR:g} (float16 is safe up to "
-                           "a threshold of 4)")  # fmt: skip
+                           f"{self.largest_cap:g} by {error:.1e}, more than {MAX_STORAGE_ERROR:g} (float16 is safe up "
+                           "to a threshold of 4)")  # fmt: skip
         if self.adaptive.target_ess is not None:
             lowest, highest = self.adaptive.threshold_bounds
             if self.rollout_is is None:

@@ -29,7 +29,7 @@ else:
 
 
 class RolloutCorrectionMixin(Base):
-    """Importance weights, rejection and monitoring of the gap between engine and trainer; silent while its block is null.
+    """Importance weights, rejection and monitoring of the gap between engine and trainer; silent while set to null.
 
     *Decoupled* (default): weights trainer / engine multiply the PPO loss, whose ratio is current / trainer before the
     update; rejected tokens and rows leave loss, group means, whitening and denominators. Advantages run over all
@@ -216,9 +216,9 @@ def _compute(metrics: CorrectionMetrics, correction: Correction, train: Tensor, 
 def bypass(experience: Experience, *, reject_rows: bool) -> None:
     """Let the engine's log-probabilities stand for the old ones.
 
-    A token without a finite one leaves the loss, with its whole row where ``reject_rows`` is true; nothing else can stand
-    for it, so there is no neutral choice. The reference's log-probability takes its place, so that a KL penalty in the
-    reward is 0 there.
+    A token without a finite one leaves the loss, with its whole row where ``reject_rows`` is true; nothing else can
+    stand for it, so there is no neutral choice. The reference's log-probability takes its place, so that a KL penalty
+    in the reward is 0 there.
     """
     rollout, mask = experience.rollout_logprobs, experience.require("loss_mask")
     missing = experience.response_mask & ~rollout.isfinite()
@@ -233,7 +233,8 @@ def check_engine(engine: Any, *, acts: bool) -> None:
     """Refuse raw log-probabilities of tempered samples, which no one can mend; warn of truncated sampling.
 
     Args:
-        engine: set up; ``describe()`` may say ``logprobs_mode`` (vLLM's word: ``raw_logprobs`` or ``processed_logprobs``).
+        engine: set up; ``describe()`` may say ``logprobs_mode`` (vLLM's word: ``raw_logprobs`` or
+            ``processed_logprobs``).
         acts: whether the log-probabilities are used for more than metrics.
 
     Raises:

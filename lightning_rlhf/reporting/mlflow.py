@@ -231,6 +231,19 @@ class RLMLFlowLogger(MLFlowLogger):
         self._put(self._files, kind="table", path=artifact)
 
     @rank_zero_only
+    def log_decisions(self, rows: list[dict[str, Any]]) -> None:
+        """Record what callbacks decided in one iteration and why, as lines of the artifact ``decisions.jsonl``.
+
+        A resumed run, which may be in another folder, writes ``decisions_resumed_2.jsonl`` at its second start.
+        """
+        _ = self.experiment  # counts the start
+        suffix = f"_resumed_{self.run.record.starts}" if self.run.resumed else ""
+        path = self.run_dir / FOLDER / f"decisions{suffix}.jsonl"
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        self.log_text(text + lines, path.name)
+
+    @rank_zero_only
     def log_checkpoints(self, paths: list[str], *, latest: str, best: str = "") -> None:
         """List the checkpoints that exist now (artifact ``checkpoints.json``, tags); the files are not copied."""
         listing = {"latest": latest, "best": best or None, "kept": paths}

@@ -4,5 +4,16 @@ from lightning_rlhf.rollout.ahead import Ahead, AheadRollouts
 from lightning_rlhf.rollout.base import RolloutEngine, Sampling
 from lightning_rlhf.rollout.guard import generation_mode
 from lightning_rlhf.rollout.hf import HFEngine
+from lightning_rlhf.rollout.vllm import VLLMEngine
+from lightning_rlhf.rollout.vllm_server import VLLMServerEngine
 
-__all__ = ["Ahead", "AheadRollouts", "HFEngine", "RolloutEngine", "Sampling", "generation_mode"]
+__all__ = [
+    "Ahead",
+    "AheadRollouts",
+    "HFEngine",
+    "RolloutEngine",
+    "Sampling",
+    "VLLMEngine",
+    "VLLMServerEngine",
+    "generation_mode",
+]

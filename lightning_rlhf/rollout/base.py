@@ -88,6 +88,9 @@ class RolloutEngine(Protocol):
     def describe(self) -> dict[str, Any]:
         """Every setting in force, as plain values for the log."""
 
+    def close(self) -> None:
+        """The run is over: free what the engine holds beyond the trainer's model."""
+
 
 def pad_left(ids: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
     """Prompts as one block: ``ids [N, P]`` int64 padded on the left, and ``mask [N, P]`` bool."""

@@ -398,6 +398,23 @@ def test_samples_are_tables_for_mlflow(make: Make, tmp_path: Path) -> None:
     ]
 
 
+def test_decisions_are_lines_with_their_reasons_and_a_resumed_run_has_its_own(make: Make, tmp_path: Path) -> None:
+    def row(iteration: int, reason: str) -> dict[str, Any]:
+        return {"verb": "stop_epochs", "reason": reason, "iteration": iteration, "update": 4 * iteration}
+
+    logger = make()
+    logger.log_decisions([row(1, "kl"), row(1, "größer")])
+    logger.log_decisions([row(3, "clip fraction")])
+    logger.finalize("success")
+    text = artifact(logger, "decisions.jsonl", tmp_path)
+    assert [json.loads(line)["reason"] for line in text.splitlines()] == ["kl", "größer", "clip fraction"]
+    resumed = make(resume_from=logger.run_dir)
+    resumed.log_decisions([row(3, "again")])
+    assert [json.loads(line) for line in artifact(resumed, "decisions_resumed_2.jsonl", tmp_path).splitlines()] == [
+        row(3, "again")
+    ]
+
+
 def test_the_list_of_tables_fits_its_tag() -> None:
     tag = "[]"
     for iteration in [*range(1, 201), 200]:
