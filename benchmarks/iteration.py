@@ -149,7 +149,7 @@ class Stopwatch(Callback):
         self.kit.append(time.perf_counter() - self.start)
 
 
-def fit(module: PPOModule, data: FixedPrompts, watch: Stopwatch, precision: str = "32-true") -> None:
+def fit(module: PPOModule, data: FixedPrompts, watch: Callback, precision: str = "32-true") -> None:
     trainer = Trainer(
         accelerator="cpu",
         precision=precision,  # type: ignore[arg-type]

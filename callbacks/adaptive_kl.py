@@ -2,43 +2,222 @@
 
 from __future__ import annotations
 
-from lightning import LightningModule, Trainer
+import math
+from pathlib import Path
+from typing import Any, Literal, get_args
 
-from lightning_rlhf.callbacks.base import RLHFCallback
+from lightning import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_rlhf.callbacks.base import RLHFCallback, needs_reference
+from lightning_rlhf.callbacks.checks import bounded
 from lightning_rlhf.events import ExperienceStats, UpdateStats
 from lightning_rlhf.experience import Experience
 from lightning_rlhf.functional.kl import proportional_kl_update
 from lightning_rlhf.module import ActorCriticModule
+from lightning_rlhf.settings import SettingError
+
+Mode = Literal["pid", "seed", "proportional"]
+LARGEST_ERROR = math.log(20.0)
+"""The controller's error is bounded to +- this: one absurd reading must not throw the coefficient across its range."""
 
 
 class AdaptiveKL(RLHFCallback):
-    """Proportional controller of the knob ``kl_coefficient`` (Ziegler et al. 2019, arXiv 1909.08593).
+    """Owner of the knob ``kl_coefficient``: one change per iteration, acting from the next one on.
 
-    Once per iteration, from the globally reduced KL to the reference of that iteration's samples; the new value acts
-    from the next iteration on. The coefficient is saved in checkpoints.
+    Input is ``kl/ref`` of the iteration's samples, reduced over all ranks, in nats per token, and its exponential
+    moving average. Output stays within ``minimum`` and ``maximum``; a start value outside is moved to the nearer one.
+
+    ``pid``
+        ``log beta = log beta_0 + kp e + ki sum(e) + kd (e - e')`` with ``e = log(average / target)``. Logarithms, since
+        both quantities are positive and a KL ten times too high and ten times too low are the same error. Errors are
+        summed up only as far as they bring beta to its bound (anti-windup by conditional integration).
+    ``seed``
+        Twice the coefficient where the average is over 1.5 x target, half of it where it is under target / 1.5. After a
+        change the average starts anew and nothing more happens for ``1 / (1 - smoothing)`` iterations: one high reading
+        that lingers in an average would double the coefficient every time it is looked at.
+    ``proportional``
+        The controller of Ziegler et al. 2019 (arXiv 1909.08593) on the KL itself, relative error clipped to +-0.2.
 
     Args:
         target: KL(current || reference) in nats per token.
-        horizon: sequences over which a relative error of 1 would change the coefficient by its own size; the error
-            is clipped to +-0.2.
+        mode: one of the three.
+        kp, ki, kd: gains of ``pid``.
+        smoothing: weight of the past in the average (``pid``, ``seed``), in [0, 1).
+        minimum, maximum: bounds of the coefficient.
+        horizon: ``proportional``: sequences over which a relative error of 1 would change the coefficient by its own
+            size.
+        figure_every: iterations between two drawings of ``figures/adaptive_kl.png``, KL and coefficient one above the
+            other; the last is drawn at the end. ``None``: no figure.
     """
 
-    def __init__(self, target: float = 0.05, horizon: int = 10_000) -> None:
-        for name, value in (("target", target), ("horizon", horizon)):
-            if not value > 0:
-                raise ValueError(f"callbacks.adaptive_kl.{name} = {value!r} is not allowed: a number > 0")
-        self.target, self.horizon = target, horizon
+    def __init__(
+        self,
+        target: float = 0.05,
+        mode: Mode = "pid",
+        kp: float = 0.4,
+        ki: float = 0.1,
+        kd: float = 0.4,
+        smoothing: float = 0.7,
+        minimum: float = 0.01,
+        maximum: float = 0.5,
+        horizon: int = 10_000,
+        figure_every: int | None = 50,
+    ) -> None:
+        bounded("adaptive_kl", above=0, target=target, horizon=horizon, minimum=minimum, maximum=maximum)
+        bounded("adaptive_kl", at_least=0, kp=kp, ki=ki, kd=kd)
+        bounded("adaptive_kl", at_least=0, below=1, smoothing=smoothing)
+        bounded("adaptive_kl", at_least=1, whole=True, optional=True, figure_every=figure_every)
+        if mode not in get_args(Mode):
+            raise SettingError("callbacks.adaptive_kl.mode", mode, f"one of {', '.join(get_args(Mode))}")
+        if minimum >= maximum:
+            raise SettingError(
+                "callbacks.adaptive_kl.minimum", minimum, f"below callbacks.adaptive_kl.maximum = {maximum}"
+            )
+        self.target, self.mode, self.horizon = target, mode, horizon
+        self.kp, self.ki, self.kd, self.smoothing = kp, ki, kd, smoothing
+        self.minimum, self.maximum, self.figure_every = minimum, maximum, figure_every
+        self.average: float | None = None
+        self.origin: float | None = None
+        """log beta_0 of ``pid``."""
+        self.integral = 0.0
+        self.error: float | None = None
+        self.since_change = 0
+        self.history: list[list[float]] = []
+        """Iteration, KL, coefficient in force."""
+        self._sequences = 0
+
+    # --- controller ----------------------------------------------------------------------------------------------
+
+    def next_coefficient(self, beta: float, kl: float, sequences: int) -> float:
+        """The coefficient after an iteration whose samples had this KL; moves the controller's state.
+
+        Args:
+            beta: coefficient in force.
+            kl: nats per token; not finite (nothing was measured): no change.
+            sequences: samples of the iteration.
+        """
+        if not math.isfinite(kl):
+            return beta
+        if self.mode == "proportional":
+            beta = proportional_kl_update(beta, kl, target=self.target, horizon=self.horizon, steps=sequences)
+            return self._bounded(beta)
+        past = self.average
+        self.average = kl if past is None else self.smoothing * past + (1.0 - self.smoothing) * kl
+        return self._bounded(self._seed(beta) if self.mode == "seed" else self._pid(beta))
+
+    def _pid(self, beta: float) -> float:
+        if self.origin is None:
+            self.origin = math.log(beta)
+        # An estimate of the KL may be 0 or negative; the bound of the error stands in for its logarithm.
+        ratio = max(self._average() / self.target, math.exp(-LARGEST_ERROR))
+        error = min(math.log(ratio), LARGEST_ERROR)
+        slope = 0.0 if self.error is None else error - self.error
+        self.error = error
+        base = self.origin + self.kp * error + self.kd * slope
+        self.integral = self._integrate(base, error)
+        return math.exp(min(base + self.ki * self.integral, math.log(self.maximum)))
+
+    def _integrate(self, base: float, error: float) -> float:
+        """The sum of errors after this one: only as much of it as brings the output ``base + ki sum`` to its bound."""
+        full = self.integral + error
+        bound = math.log(self.maximum if error > 0 else self.minimum)
+        pushes_out = (base + self.ki * full - bound) * error > 0
+        if not pushes_out or self.ki == 0:
+            return full
+        least, most = sorted((self.integral, full))
+        return min(max((bound - base) / self.ki, least), most)
+
+    def _seed(self, beta: float) -> float:
+        self.since_change += 1
+        if self.since_change < 1.0 / (1.0 - self.smoothing):
+            return beta
+        average = self._average()
+        factor = 2.0 if average > 1.5 * self.target else 0.5 if average < self.target / 1.5 else 1.0
+        if factor != 1.0:
+            self.since_change, self.average = 0, None
+        return beta * factor
+
+    def _average(self) -> float:
+        return 0.0 if self.average is None else self.average
+
+    def _bounded(self, beta: float) -> float:
+        return min(max(beta, self.minimum), self.maximum)
+
+    # --- events --------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        pl_module.control.own("kl_coefficient", type(self).__name__)  # type: ignore[union-attr, operator]
+        needs_reference(pl_module, "adaptive_kl")
+        control, name = pl_module.control, type(self).__name__
+        control.own("kl_coefficient", name)  # type: ignore[union-attr, operator]
+        beta = control.knobs["kl_coefficient"].value  # type: ignore[union-attr, index]
+        if stage == "fit" and beta != self._bounded(beta):
+            rank_zero_warn(
+                f"module.kl.coefficient = {beta} lies outside callbacks.adaptive_kl.minimum = {self.minimum} and "
+                f"callbacks.adaptive_kl.maximum = {self.maximum}: the controller starts at {self._bounded(beta)}"
+            )
+            control.set("kl_coefficient", self._bounded(beta), name)  # type: ignore[union-attr, operator]
 
     def on_experience_ready(
         self, trainer: Trainer, module: ActorCriticModule, experience: Experience, stats: ExperienceStats
     ) -> None:
-        self._seen = stats
+        self._sequences = stats.sequences
+        self.history.append([float(stats.iteration), stats.kl_ref, module.control.value("kl_coefficient")])
 
     def on_update_end(self, trainer: Trainer, module: ActorCriticModule, stats: UpdateStats) -> None:
-        beta = module.control.knobs["kl_coefficient"].value
-        kl, sequences = self._seen.kl_ref, self._seen.sequences
-        updated = proportional_kl_update(beta, kl, target=self.target, horizon=self.horizon, steps=sequences)
-        module.control.set("kl_coefficient", updated, type(self).__name__)
+        control, kl = module.control, self.history[-1][1]
+        beta = self.next_coefficient(control.knobs["kl_coefficient"].value, kl, self._sequences)
+        control.set("kl_coefficient", beta, type(self).__name__)
+        if self.average is not None:
+            control.report("kl/ref_average", self.average)
+        if self.figure_every is not None and stats.iteration % self.figure_every == 0:
+            self._draw(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.figure_every is not None and self.history:
+            self._draw(trainer)
+
+    def _draw(self, trainer: Trainer) -> None:
+        if not trainer.is_global_zero:
+            return
+        path = Path(trainer.default_root_dir) / "figures" / "adaptive_kl.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draw(self.history, self.target, path)
+        for logger in trainer.loggers:
+            log_file = getattr(logger, "log_file", None)
+            if log_file is not None:
+                log_file(path, "figures")
+
+    def state_dict(self) -> dict[str, Any]:
+        names = ("average", "origin", "integral", "error", "since_change", "history")
+        return {name: getattr(self, name) for name in names}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for name, value in state_dict.items():
+            setattr(self, name, value)
+
+
+def draw(history: list[list[float]], target: float, path: Path) -> None:
+    """KL and coefficient over the iterations, one above the other, as a picture.
+
+    Args:
+        history: iteration, KL in nats per token, and coefficient of each iteration.
+        target: the KL aimed at, as a line.
+        path: file to write; its ending decides the format.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    iterations, kls, betas = zip(*history, strict=True)
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    upper.plot(iterations, kls, label="kl/ref")
+    upper.axhline(target, color="grey", linestyle="--", label="target")
+    upper.set_ylabel("nats per token")
+    upper.legend()
+    lower.plot(iterations, betas, color="tab:orange")
+    lower.set_yscale("log")
+    lower.set_ylabel("kl/coefficient")
+    lower.set_xlabel("iteration")
+    figure.savefig(path)

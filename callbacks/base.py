@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightning import Callback, Trainer
+from lightning import Callback, LightningModule, Trainer
 
 from lightning_rlhf.control import Scope
 from lightning_rlhf.events import EpochStats, ExperienceStats, MinibatchStats, UpdateStats
@@ -28,7 +28,11 @@ class RLHFCallback(Callback):
     """
 
     rollback_scopes: frozenset[Scope] = frozenset()
-    """Scopes this callback may roll back to; each costs one copy of the trained weights and optimiser state."""
+    """Scopes this callback may roll back to, see :data:`lightning_rlhf.control.SCOPES`.
+
+    ``minibatch`` and ``iteration`` cost a copy of the trained weights and the optimiser's state each, ``actor`` one of
+    the actor's weights. Asked at the start of every update; nothing is copied for a scope that nobody announces.
+    """
 
     def on_rollout_start(self, trainer: Trainer, module: ActorCriticModule, prompts: PromptBatch) -> None:
         """Prompts were drawn; nothing is generated yet."""
@@ -36,10 +40,16 @@ class RLHFCallback(Callback):
     def on_rollout_end(self, trainer: Trainer, module: ActorCriticModule, rollout: Rollout) -> None:
         """The engine has answered; nothing is scored yet."""
 
+    def on_experience_scored(self, trainer: Trainer, module: ActorCriticModule, experience: Experience) -> None:
+        """Scores, log-probabilities and values are there, advantages are not; ``experience.reward_override`` acts."""
+
     def on_experience_ready(
         self, trainer: Trainer, module: ActorCriticModule, experience: Experience, stats: ExperienceStats
     ) -> None:
-        """Scores, log-probabilities, values and advantages are there; no update has begun."""
+        """Scores, log-probabilities, values and advantages are there; no update has begun.
+
+        ``stop_epochs`` leaves the batch out; ``rollback(to="actor")`` undoes the update of the iteration before.
+        """
 
     def on_ppo_epoch_start(self, trainer: Trainer, module: ActorCriticModule, epoch: int) -> None:
         """One pass over the experience begins."""
@@ -58,3 +68,16 @@ class RLHFCallback(Callback):
 
     def on_update_end(self, trainer: Trainer, module: ActorCriticModule, stats: UpdateStats) -> None:
         """All epochs of this iteration ended; the engine does not have the new weights yet."""
+
+
+def needs_reference(module: LightningModule, callback: str) -> None:
+    """Refuse a callback that watches the KL to the reference in a run without one: it would never act.
+
+    Raises:
+        ValueError: names the callback and the setting that is missing.
+    """
+    if module.reference is None:
+        raise ValueError(
+            f"callbacks.{callback} watches the KL to the reference model, and this run has none: "
+            f"model.policy.reference=copy, or callbacks.{callback}=null"
+        )

@@ -8,6 +8,7 @@ from lightning import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_rlhf.callbacks.base import RLHFCallback
+from lightning_rlhf.callbacks.checks import bounded
 from lightning_rlhf.events import MinibatchStats, UpdateStats
 from lightning_rlhf.module import ActorCriticModule
 
@@ -34,10 +35,9 @@ class GradientMonitor(RLHFCallback):
         warn_clipped: float = 0.95,
         warn_far_below: float = 0.01,
     ) -> None:
-        if not 0 <= decay < 1:
-            raise ValueError(f"callbacks.gradient_monitor.decay = {decay!r} is not allowed: a number in [0, 1)")
-        if max_nonfinite < 1:
-            raise ValueError(f"callbacks.gradient_monitor.max_nonfinite = {max_nonfinite!r} is not allowed: at least 1")
+        bounded("gradient_monitor", at_least=0, below=1, decay=decay)
+        bounded("gradient_monitor", at_least=1, whole=True, max_nonfinite=max_nonfinite)
+        bounded("gradient_monitor", above=0, at_most=1, warn_clipped=warn_clipped, warn_far_below=warn_far_below)
         self.decay, self.max_nonfinite = decay, max_nonfinite
         self.warn_clipped, self.warn_far_below = warn_clipped, warn_far_below
         self.norms: dict[str, float] = {}

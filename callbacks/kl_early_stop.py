@@ -7,6 +7,7 @@ from typing import Any
 from lightning import Trainer
 
 from lightning_rlhf.callbacks.base import RLHFCallback
+from lightning_rlhf.callbacks.checks import bounded
 from lightning_rlhf.events import EpochStats, MinibatchStats, UpdateStats
 from lightning_rlhf.module import ActorCriticModule
 
@@ -19,7 +20,8 @@ class KLEarlyStop(RLHFCallback):
 
     Args:
         target: nats per token. An epoch that ends above it is the last one for this batch.
-        per_minibatch: judge every minibatch as well, **before** its step: the step is skipped and the epochs end.
+        per_minibatch: judge every minibatch as well, by both limits and **before** its step: the step is skipped and
+            the epochs end.
         hard_limit: nats per token against the reference; above it the epochs end. ``None``: off.
         rollback: at ``hard_limit`` also return to the weights and optimiser state before this batch; costs one copy
             of both.
@@ -35,9 +37,9 @@ class KLEarlyStop(RLHFCallback):
         rollback: bool = False,
         patience: int | None = None,
     ) -> None:
-        for name, value in (("target", target), ("hard_limit", hard_limit), ("patience", patience)):
-            if value is not None and not value > 0:
-                raise ValueError(f"callbacks.kl_early_stop.{name} = {value!r} is not allowed: a number > 0")
+        bounded("kl_early_stop", above=0, target=target)
+        bounded("kl_early_stop", above=0, optional=True, hard_limit=hard_limit)
+        bounded("kl_early_stop", at_least=1, whole=True, optional=True, patience=patience)
         if rollback and hard_limit is None:
             raise ValueError("callbacks.kl_early_stop.rollback = True needs callbacks.kl_early_stop.hard_limit")
         self.target, self.per_minibatch, self.patience = target, per_minibatch, patience
@@ -47,19 +49,31 @@ class KLEarlyStop(RLHFCallback):
         self.over_target = 0
 
     def on_before_step(self, trainer: Trainer, module: ActorCriticModule, stats: MinibatchStats) -> None:
-        if self.per_minibatch and stats.kl_old > self.target:
-            reason = f"kl/old {stats.kl_old:.4f} over target {self.target} in minibatch {stats.minibatch}"
+        if not self.per_minibatch:
+            return
+        where = f"epoch {stats.epoch}, minibatch {stats.minibatch}"
+        if stats.kl_old > self.target:
+            reason = f"kl/old {stats.kl_old:.4f} over target {self.target} in {where}"
             module.control.skip_step(reason)
             module.control.stop_epochs(reason)
+        # Before the first step the policy is the one that sampled: there is nothing to undo, and the limit was passed
+        # by an earlier update. Skipping here would leave the run over the limit for good.
+        if (stats.epoch, stats.minibatch) != (0, 0) and self._over_hard_limit(module, stats.kl_ref, where):
+            module.control.skip_step(f"kl/ref {stats.kl_ref:.4f} over hard limit {self.hard_limit} in {where}")
 
     def on_ppo_epoch_end(self, trainer: Trainer, module: ActorCriticModule, stats: EpochStats) -> None:
         if stats.kl_old > self.target:
             module.control.stop_epochs(f"kl/old {stats.kl_old:.4f} over target {self.target} in epoch {stats.epoch}")
-        if self.hard_limit is not None and stats.kl_ref > self.hard_limit:
-            reason = f"kl/ref {stats.kl_ref:.4f} over hard limit {self.hard_limit} in epoch {stats.epoch}"
-            module.control.stop_epochs(reason)
-            if self.rollback:
-                module.control.rollback(reason, to="iteration")
+        self._over_hard_limit(module, stats.kl_ref, f"epoch {stats.epoch}")
+
+    def _over_hard_limit(self, module: ActorCriticModule, kl_ref: float, where: str) -> bool:
+        if self.hard_limit is None or kl_ref <= self.hard_limit:
+            return False
+        reason = f"kl/ref {kl_ref:.4f} over hard limit {self.hard_limit} in {where}"
+        module.control.stop_epochs(reason)
+        if self.rollback:
+            module.control.rollback(reason, to="iteration")
+        return True
 
     def on_update_end(self, trainer: Trainer, module: ActorCriticModule, stats: UpdateStats) -> None:
         self.over_target = self.over_target + 1 if stats.kl_old > 1.5 * self.target else 0

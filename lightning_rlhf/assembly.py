@@ -17,7 +17,7 @@ from lightning import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import Logger
 
-from lightning_rlhf.checkpoint import RNGState, latest_valid
+from lightning_rlhf.checkpoint import RNGState, latest_valid, warn_about_model_checkpoint
 from lightning_rlhf.data import PromptDataModule
 from lightning_rlhf.locate import locate
 from lightning_rlhf.models import LoadedModel
@@ -89,6 +89,7 @@ def make_trainer(config: Mapping[str, Any], *, train: bool = True) -> Trainer:
         if config.get("logger"):
             with building("logger"):
                 logger = make(config["logger"])
+    warn_about_model_checkpoint(callbacks)
     with building("trainer"):
         return make(
             config["trainer"],

@@ -1,4 +1,4 @@
-"""The front door: ``lightning-rlhf train | eval | export``. Nothing heavy is imported before a verb needs it."""
+"""The front door: ``lightning-rlhf train | eval | export | serve``. What is heavy is imported when a verb needs it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ lightning-rlhf {version}: reinforcement learning of language models
 
   lightning-rlhf train  [key=value ...]                           train; without arguments, the quickstart
   lightning-rlhf eval   checkpoint=RUN_OR_FILE [key=value ...]    score held-out prompts with a checkpoint
-  lightning-rlhf export checkpoint=RUN_OR_FILE output=FOLDER      write a Hugging Face folder (force=true overwrites)
+  lightning-rlhf export checkpoint=RUN_OR_FILE output=FOLDER      write a Hugging Face folder (force=true overwrites,
+                                                                  perturbation=true adds the noise of ALP)
+  lightning-rlhf serve  [port=8000 ...] [key=value ...]           start a vLLM server for a run (rollout=vllm_server)
 
 examples
   lightning-rlhf train iterations=100 module.loss.clip_high=0.28
@@ -52,7 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments[0] == "--version":
         print(__version__)
         return 0
-    verbs: dict[str, Callable[[list[str]], None]] = {"train": _train, "eval": _eval, "export": _export}
+    verbs: dict[str, Callable[[list[str]], None]] = {
+        "train": _train,
+        "eval": _eval,
+        "export": _export,
+        "serve": _serve,
+    }
     verb, rest = arguments[0], arguments[1:]
     if verb not in verbs:
         print(f"lightning-rlhf: no verb {verb!r}; there are: {', '.join(verbs)}. See --help.", file=sys.stderr)
@@ -137,17 +144,30 @@ def _eval(arguments: list[str]) -> None:
 
 
 def _export(arguments: list[str]) -> None:
-    options, overrides = _options(arguments, required=["checkpoint", "output"], optional=["force"])
+    options, overrides = _options(arguments, required=["checkpoint", "output"], optional=["force", "perturbation"])
     from lightning_rlhf.export import export_checkpoint
     from lightning_rlhf.schema import InputError
 
-    force = options.get("force", "false").lower()
-    if force not in ("true", "false"):
-        raise InputError(f"force = {force!r} is not allowed: true or false")
+    flags = {name: options.get(name, "false").lower() for name in ("force", "perturbation")}
+    for name, value in flags.items():
+        if value not in ("true", "false"):
+            raise InputError(f"{name} = {value!r} is not allowed: true or false")
     if overrides:
-        raise InputError(f"export takes checkpoint=, output= and force=, not {overrides[0]!r}")
-    folder = export_checkpoint(options["checkpoint"], options["output"], force=force == "true")
+        raise InputError(f"export takes checkpoint=, output=, force= and perturbation=, not {overrides[0]!r}")
+    chosen = {name: value == "true" for name, value in flags.items()}
+    folder = export_checkpoint(options["checkpoint"], options["output"], **chosen)
     print(f"exported to {folder}; load it with AutoModelForCausalLM.from_pretrained({str(folder)!r})")
+
+
+def _serve(arguments: list[str]) -> None:
+    from lightning_rlhf.serve import DEFAULTS, serve
+
+    own, extra = arguments, []
+    if "--" in arguments:
+        cut = arguments.index("--")
+        own, extra = arguments[:cut], arguments[cut + 1 :]
+    options, overrides = _options(own, required=[], optional=list(DEFAULTS))
+    serve(options, overrides, extra)
 
 
 def _options(

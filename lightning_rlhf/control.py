@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Scope = Literal["minibatch", "iteration"]
+Scope = Literal["minibatch", "iteration", "actor"]
+SCOPES: dict[Scope, str] = {
+    "minibatch": "weights and optimiser state before this minibatch's step",
+    "iteration": "weights and optimiser state before this iteration's update",
+    "actor": "the actor's weights alone, before this iteration's update or, until it begins, before the last one",
+}
+"""What a rollback may return to, narrowest first."""
+_WINDOWS = {
+    "skip_step": "in on_before_step",
+    "rollback": "from on_experience_ready to on_ppo_epoch_end",
+}
+"""Verbs that the update obeys at certain points only, and the events in which they may be called."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +66,18 @@ class Control:
     ========================  ==========================================================================
     verb                      obeyed
     ========================  ==========================================================================
-    ``skip_step``             before the optimiser step: gradients are dropped, no weight or moment moves
-    ``rollback``              after the callbacks of the event: weights and optimiser state as they were
-                              before this minibatch or this iteration; the latter ends the epochs
-    ``stop_epochs``           no further minibatch of this iteration is trained
+    ``skip_step``             before the optimiser step: gradients are dropped, no weight or moment moves;
+                              to be called in ``on_before_step``
+    ``rollback``              after the callbacks of the event: back to one of :data:`SCOPES`; ends the
+                              epochs unless it undoes one minibatch; to be called from
+                              ``on_experience_ready`` to ``on_ppo_epoch_end``
+    ``stop_epochs``           no further minibatch of this iteration is trained, none at all if it was
+                              called before the first
     ``stop_training``         the run ends after this iteration, checkpoint included
     ========================  ==========================================================================
+
+    A verb called where nothing obeys it is refused: kept, it would act on another minibatch; dropped, it would be
+    counted and never happen.
     """
 
     def __init__(self) -> None:
@@ -70,6 +89,7 @@ class Control:
         self.reported: dict[str, float] = {}
         self._pending: dict[str, str] = {}
         self._rollback_to: Scope = "iteration"
+        self._allowed: set[str] = set()
         self._stop_training: str | None = None
 
     # --- verbs -------------------------------------------------------------------------------------------------
@@ -78,28 +98,47 @@ class Control:
         self._call("stop_epochs", reason)
 
     def skip_step(self, reason: str) -> None:
+        """Leave out the optimiser step of this minibatch.
+
+        Raises:
+            RuntimeError: called outside ``on_before_step``.
+        """
         self._call("skip_step", reason)
 
     def rollback(self, reason: str, to: Scope = "iteration") -> None:
-        """Undo this minibatch's step, or everything since this iteration began.
+        """Return to an earlier state, see :data:`SCOPES`.
 
         The caller's class must announce the scope in ``rollback_scopes`` (see ``RLHFCallback``), or no copy of the
-        weights exists to return to. The wider of two requested scopes wins.
+        weights exists to return to. Of several requests ``iteration`` wins over ``actor``, and both over
+        ``minibatch``.
+
+        Raises:
+            ValueError: an unknown scope.
+            RuntimeError: called outside the events from ``on_experience_ready`` to ``on_ppo_epoch_end``.
         """
-        if to not in ("minibatch", "iteration"):
-            raise ValueError(f"rollback(to={to!r}): allowed are 'minibatch' and 'iteration'")
-        if "rollback" not in self._pending or to == "iteration":
-            self._rollback_to = to
+        if to not in SCOPES:
+            raise ValueError(f"rollback(to={to!r}): allowed are {', '.join(map(repr, SCOPES))}")
+        order = ("minibatch", "actor", "iteration")
+        wider = order.index(to) > order.index(self._rollback_to)
+        first = "rollback" not in self._pending
         self._call("rollback", reason)
+        if first or wider:
+            self._rollback_to = to
 
     def stop_training(self, reason: str) -> None:
         self._stop_training = self._stop_training or reason
         self._call("stop_training", reason)
 
     def _call(self, verb: str, reason: str) -> None:
+        if verb in _WINDOWS and verb not in self._allowed:
+            raise RuntimeError(f"control.{verb} ({reason}) acts only {_WINDOWS[verb]}; it was called elsewhere")
+        self.note(verb, reason)
+        self._pending.setdefault(verb, reason)
+
+    def note(self, verb: str, reason: str) -> None:
+        """Count and log a decision that is carried out elsewhere, such as a knob that was set, with its reason."""
         if not reason:
             raise ValueError(f"{verb} needs a reason: it is what the user reads afterwards")
-        self._pending.setdefault(verb, reason)
         self.counts[verb] += 1
         self.decisions.append(Decision(verb, reason, self.iteration, self.update))
 
@@ -108,6 +147,16 @@ class Control:
         self.reported[name] = value
 
     # --- what the update loop asks -----------------------------------------------------------------------------
+
+    @contextmanager
+    def allow(self, *verbs: str) -> Iterator[None]:
+        """While this is open, ``verbs`` may be called: the caller will obey them."""
+        before = set(self._allowed)
+        self._allowed |= set(verbs)
+        try:
+            yield
+        finally:
+            self._allowed = before
 
     def wants(self, verb: str) -> bool:
         """Whether ``verb`` was called and not yet obeyed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -28,8 +29,9 @@ def evaluate_checkpoint(checkpoint: str, overrides: Sequence[str] = ()) -> dict[
     plain = schema.check(OmegaConf.create(config))
     parts = assemble(without_reference(plain), warm_up=False)
     parts.module.load_state_dict({k: v for k, v in saved["state_dict"].items() if not k.startswith("reference.")})
-    trainer = make_trainer(plain, train=False)
-    [results] = trainer.validate(parts.module, datamodule=parts.datamodule, verbose=False)
+    with closing(parts.module.engine):
+        trainer = make_trainer(plain, train=False)
+        [results] = trainer.validate(parts.module, datamodule=parts.datamodule, verbose=False)
     metrics = {name: float(value) for name, value in results.items()}
     print(f"{path}: held-out prompts")
     width = max(len(name) for name in metrics)

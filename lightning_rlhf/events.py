@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 EVENTS = (
     "on_rollout_start",
     "on_rollout_end",
+    "on_experience_scored",
     "on_experience_ready",
     "on_ppo_epoch_start",
     "on_minibatch_start",
@@ -34,6 +35,8 @@ class ExperienceStats:
     kl_ref: float
     """Current policy against reference, nats per token, in the configured estimator; 0 without reference."""
     advantage_abs_mean: float
+    advantage_raw_abs_mean: float
+    """Before whitening, which would hide how weak the signal is."""
     response_length_mean: float
     truncated_fraction: float
 
@@ -52,7 +55,7 @@ class MinibatchStats:
     kl_old: float
     """KL(old || current), nats per token, estimator k3 over valid tokens."""
     kl_ref: float
-    """KL(current || reference), nats per token, on the old policy's tokens; 0 without reference."""
+    """KL(current || reference), nats per token, estimator k3 on the old policy's tokens; 0 without reference."""
     clip_fraction: float
     ratio_max: float
     grad_norms: dict[str, float] = field(default_factory=dict)

@@ -8,7 +8,8 @@ left, responses on the right, so column ``P`` is the first response token of eve
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from typing import Any, TypeVar
@@ -46,6 +47,10 @@ class PromptBatch:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def first(self, count: int) -> PromptBatch:
+        """The first ``count`` prompts, or all if there are fewer."""
+        return PromptBatch(*(getattr(self, f.name)[:count] for f in fields(self)))
+
     def repeat(self, samples: int) -> PromptBatch:
         """Each prompt ``samples`` times, copies side by side."""
 
@@ -53,6 +58,10 @@ class PromptBatch:
             return [item for item in items for _ in range(samples)]
 
         return PromptBatch(*(each(getattr(self, f.name)) for f in fields(self)))
+
+    def part(self, rows: slice) -> PromptBatch:
+        """Some of the prompts."""
+        return PromptBatch(*(getattr(self, f.name)[rows] for f in fields(self)))
 
 
 _Rows = TypeVar("_Rows", bound="Rollout")
@@ -71,7 +80,7 @@ class Rollout:
         rollout_logprobs: ``[B, R]`` float32, log-probability (nats) of each sampled token under the distribution
             it was sampled from, i.e. after temperature, top-k and top-p. Zero on padding.
         finish: ``[B]`` int64, values of :class:`Finish`.
-        policy_version: ``[B]`` int64, version of the weights that sampled the row.
+        policy_version: ``[B]`` int64, iterations trained when the weights that sampled the row were sent.
         seed: ``[B]`` int64, the seed the row was sampled with.
         group: ``[B]`` int64, index of the prompt in the batch; samples of one prompt share it.
         prompt_key: stable hash of each row's prompt.
@@ -136,11 +145,37 @@ class Rollout:
         """Without the columns that are padding in every row. At least one response column is kept."""
         return self.cut(int(self.prompt_mask.sum(-1).max()), max(1, int(self.response_lengths.max())))
 
+    @staticmethod
+    def join(parts: Sequence[Rollout], pad_id: int) -> Rollout:
+        """Rollouts of consecutive parts of a prompt batch as the one of the whole batch, padded with ``pad_id``."""
+        prompt, response = (max(getattr(p, f"{n}_mask").shape[1] for p in parts) for n in ("prompt", "response"))
+        groups = itertools.accumulate((int(p.group[-1]) + 1 for p in parts), initial=0)
+        joined: dict[str, Any] = {
+            "group": torch.cat([p.group + first for p, first in zip(parts, groups, strict=False)]),
+            "prompt_key": [key for p in parts for key in p.prompt_key],
+        }
+        for f in fields(Rollout):
+            if f.name in joined:
+                continue
+            tensors = [getattr(p, f.name) for p in parts]
+            if tensors[0].ndim == 2:
+                fill = pad_id if f.name.endswith("_ids") else 0
+                left = f.name.startswith("prompt_")
+                columns = prompt if left else response
+                tensors = [_pad(t, columns, fill, left=left) for t in tensors]
+            joined[f.name] = torch.cat(tensors)
+        return Rollout(**joined)
+
     def to(self: _Rows, device: torch.device | str) -> _Rows:
         """Every tensor on ``device``."""
         moved = {f.name: getattr(self, f.name) for f in fields(self)}
         changes: dict[str, Any] = {k: v.to(device) for k, v in moved.items() if isinstance(v, Tensor)}
         return replace(self, **changes)
+
+
+def _pad(tensor: Tensor, columns: int, fill: int, *, left: bool) -> Tensor:
+    missing = columns - tensor.shape[1]
+    return torch.nn.functional.pad(tensor, (missing, 0) if left else (0, missing), value=fill)
 
 
 @dataclass
@@ -156,6 +191,8 @@ class Experience(Rollout):
         old_logprobs: ``[B, R]`` log-probabilities under the policy before the update.
         ref_logprobs: ``[B, R]`` log-probabilities under the reference model.
         entropy: ``[B, R]`` entropy (nats) of the policy before the update.
+        reward_override: ``[B, R]`` float32; where it is not NaN it stands instead of the token's reward, after the
+            sequence reward was normalised and the KL penalty taken off, before advantages.
         values: ``[B, R]`` value of the state in which token ``t`` was chosen.
         final_values: ``[B]`` value of the state after the last token; the bootstrap of truncated rows.
         advantages: ``[B, R]``.
@@ -169,6 +206,7 @@ class Experience(Rollout):
     scores: Tensor | None = None
     components: dict[str, Tensor] = field(default_factory=dict)
     rewards: Tensor | None = None
+    reward_override: Tensor | None = None
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     entropy: Tensor | None = None

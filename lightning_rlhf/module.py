@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -14,16 +12,19 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 
 from lightning_rlhf.control import Control
-from lightning_rlhf.events import ExperienceStats, UpdateStats, emit
+from lightning_rlhf.events import ExperienceStats, emit
 from lightning_rlhf.experience import Experience, Finish, MiniBatch, PromptBatch, Rollout
 from lightning_rlhf.functional.kl import kl_estimate
 from lightning_rlhf.functional.losses import PolicyLoss, aggregate, ppo_policy_loss, value_loss
 from lightning_rlhf.functional.schedules import learning_rate_factor
 from lightning_rlhf.functional.stats import explained_variance
+from lightning_rlhf.generation import RolloutSource
+from lightning_rlhf.logbook import Logbook
 from lightning_rlhf.metrics.batch import MetricBatch
 from lightning_rlhf.metrics.experience import experience_metrics, policy_metrics
 from lightning_rlhf.metrics.moments import RunningMoments
 from lightning_rlhf.metrics.names import check
+from lightning_rlhf.mixins.alp import ALPMixin
 from lightning_rlhf.mixins.rollout_correction import RolloutCorrectionMixin
 from lightning_rlhf.models import Policy, SharedCritic
 from lightning_rlhf.rewards import CompositeReward
@@ -105,9 +106,9 @@ class ActorCriticModule(LightningModule):
         self.run_config: dict[str, Any] | None = None
         """The resolved configuration as plain containers; travels in the checkpoint."""
         self._fingerprint: str | None = None
-        self._progress = {"sequences": 0, "tokens": 0}
+        self._rollouts = RolloutSource(self)
         self._update_loop = UpdateLoop(self)
-        self._times: dict[str, float] = {}
+        self._logbook = Logbook(self)
 
     # --- extension points ----------------------------------------------------------------------------------------
 
@@ -179,40 +180,61 @@ class ActorCriticModule(LightningModule):
 
     def training_step(self, prompts: PromptBatch, batch_idx: int) -> None:
         """One iteration: rollout, rewards, scoring, advantages, update, weights to the engine, metrics."""
-        start = time.perf_counter()
-        self._times = {}
+        log = self._logbook
+        log.begin_iteration()
         self.control.begin_iteration(self.control.iteration + 1)
         emit(self, "on_rollout_start", prompts)
-        with self._timed("rollout"):
-            rollout = self.generate(prompts)
+        with log.timed("rollout"):
+            rollout = self._rollouts.next(prompts)
         emit(self, "on_rollout_end", rollout)
-        with self._timed("reward"):
+        with log.timed("reward"):
             experience = self.score_rewards(prompts, rollout)
-        with self._timed("score"):
+        with log.timed("score"):
             self.score_experience(experience)
             metrics = self.prepare_experience(experience) or MetricBatch()
+            emit(self, "on_experience_scored", experience)
             self.compute_advantages(experience, metrics)
+        self._rollouts.measure(rollout, metrics)
         numbers = self._experience_metrics(experience, metrics)
-        emit(self, "on_experience_ready", experience, self._experience_stats(experience, numbers))
-        with self._timed("update"):
+        with self.control.allow("rollback"):
+            emit(self, "on_experience_ready", experience, self._experience_stats(experience, numbers))
+        with log.timed("update"):
             update = self._update_loop.run(experience)
-        self.engine.update_weights(self.control.update)
-        self._times["iteration"] = time.perf_counter() - start
-        numbers["data/pass"] = max(prompts.passes)
-        self._log_iteration(numbers, update)
+        with log.timed("rollout_wait"):
+            self._rollouts.wait()
+        with log.timed("weights"):
+            self.engine.update_weights(self.control.iteration)
+        numbers |= self._update_loop.metrics.compute() | self.update_metrics()
+        numbers |= {"data/pass": max(prompts.passes), "rollout/drawn_late": float(self._rollouts.drawn_late)}
+        log.write(numbers, update)
         if self.control.training_stopped:
             self.trainer.should_stop = True
 
     def generate(self, prompts: PromptBatch, *, greedy: bool = False) -> Rollout:
-        """Responses of the current policy, on the module's device."""
-        rollout = self.engine.generate(
-            prompts,
-            samples=1 if greedy else self.engine.sampling.samples,
-            max_new_tokens=int(self.control.value("max_new_tokens")),
-            seed=self.seed,
-            greedy=greedy,
-        )
-        return rollout.to(self.device)
+        """Responses of the engine's policy, on the module's device."""
+        return self._rollouts.generate(prompts, greedy=greedy)
+
+    @torch.no_grad()
+    def probe(self, prompts: PromptBatch, *, max_new_tokens: int) -> tuple[Rollout, Tensor]:
+        """One answer of the engine to each prompt, and the trainer's log-probabilities of its tokens.
+
+        For callbacks that compare the two sides. Nothing of the run changes: no clock, no random state, no metric.
+        Call it where the engine is idle: in ``on_rollout_start``, or outside of training.
+
+        Args:
+            prompts: what is asked.
+            max_new_tokens: longest answer; the limit of the rollouts stays in force.
+
+        Returns:
+            The rollout, and ``[B, R]`` float32 log-probabilities (nats), 0 on padding.
+        """
+        limit = min(max_new_tokens, int(self.control.value("max_new_tokens")))
+        with self.trainer.precision_plugin.forward_context():
+            answers = self.engine.generate(prompts, samples=1, max_new_tokens=limit, seed=self.seed).to(self.device)
+            experience = Experience.from_rollout(answers, prompts.texts, texts=[""] * len(answers))
+            temperature, budget = self.engine.sampling.temperature, self.settings.update.score_tokens
+            score_experience(experience, self.actor, None, None, temperature=temperature, budget=budget)
+        return answers, experience.require("old_logprobs")
 
     def score_rewards(self, prompts: PromptBatch, rollout: Rollout) -> Experience:
         """Experience with texts, scores ``[B]`` and the terms they consist of."""
@@ -266,7 +288,7 @@ class ActorCriticModule(LightningModule):
         for name, term in self.extra_losses(micro).items():
             total = total + term
             metrics.sum(name, term)
-        policy_metrics(micro, output.logprobs.detach(), policy, settings.kl.estimator, metrics)
+        policy_metrics(micro, output.logprobs.detach(), policy, metrics)
         return total
 
     # --- evaluation ----------------------------------------------------------------------------------------------
@@ -318,6 +340,14 @@ class ActorCriticModule(LightningModule):
         self.engine.setup(self.actor.lm, self.tokenizer)
         self.reward.to(self.device)
 
+    def teardown(self, stage: str) -> None:
+        """End the thread of asynchronous rollouts."""
+        self._rollouts.close()
+
+    def on_fit_start(self) -> None:
+        """Refuse asynchronous rollouts where the data module cannot say what comes next."""
+        self._rollouts.check()
+
     def on_train_start(self) -> None:
         """A restored optimiser brings the settings it was saved with; the configuration of this run decides."""
         optimizer = self.optimizers()
@@ -325,15 +355,17 @@ class ActorCriticModule(LightningModule):
             group.update({key: value for key, value in fresh.items() if key not in ("params", "lr")})
             group["initial_lr"] = fresh["lr"]
             group["betas"], group["eps"] = self.settings.optimizer.betas, self.settings.optimizer.eps
-        self.engine.update_weights(self.control.update)
+        self.engine.update_weights(self.control.iteration)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Control, counters and configuration; of a frozen reference only the fingerprint, its weights never change."""
         checkpoint["lightning_rlhf"] = {
             "control": self.control.state_dict(),
-            "progress": dict(self._progress),
+            "update": self._update_loop.state_dict(),
+            "progress": dict(self._logbook.progress),
             "run_config": self.run_config,
             "reference_fingerprint": self._reference_fingerprint(),
+            "rollout_ahead": self._rollouts.state_dict(),
         }
         state = checkpoint["state_dict"]
         for name in [name for name in state if name.startswith("reference.")]:
@@ -348,7 +380,9 @@ class ActorCriticModule(LightningModule):
                 "source has changed since, or model.policy.reference differs. Restore it, or start a new run."
             )
         self.control.load_state_dict(saved["control"])
-        self._progress = dict(saved["progress"])
+        self._update_loop.load_state_dict(saved["update"])
+        self._logbook.progress = dict(saved["progress"])
+        self._rollouts.load_state_dict(saved["rollout_ahead"])
         if isinstance(self.reference, torch.nn.Module):
             checkpoint["state_dict"].update(self.reference.state_dict(prefix="reference."))
 
@@ -380,6 +414,7 @@ class ActorCriticModule(LightningModule):
             entropy=numbers.get("entropy/mean", math.nan),
             kl_ref=numbers.get("kl/ref", 0.0),
             advantage_abs_mean=numbers["advantage/abs_mean"],
+            advantage_raw_abs_mean=numbers["advantage/raw_abs_mean"],
             response_length_mean=numbers["response/length_mean"],
             truncated_fraction=numbers["response/truncated_fraction"],
         )
@@ -393,58 +428,6 @@ class ActorCriticModule(LightningModule):
             )
         return numbers
 
-    def _log_iteration(self, numbers: dict[str, float], update: UpdateStats) -> None:
-        control = self.control
-        sequences, tokens = numbers.pop("batch/sequences"), numbers.pop("batch/tokens")
-        self._progress["sequences"] += int(sequences)
-        self._progress["tokens"] += int(tokens)
-        numbers |= self._update_loop.metrics.compute() | self.update_metrics()
-        numbers |= {"ppo/epochs_used": update.epochs_used, "ppo/updates": update.steps}
-        numbers |= {"ppo/steps_skipped": update.steps_skipped, "kl/coefficient": control.value("kl_coefficient")}
-        numbers |= {f"lr/{g['name']}": g["lr"] for g in self.optimizers().param_groups}  # type: ignore[union-attr]
-        numbers |= {f"knob/{name}": control.value(name) for name in control.knobs}
-        numbers |= {
-            f"stability/{name}_multiplier": math.prod(knob.multipliers.values())
-            for name, knob in control.knobs.items()
-            if knob.multipliers
-        }
-        numbers |= {f"stability/{name}": control.counts[verb] for verb, name in STABILITY_COUNTS.items()}
-        numbers |= {"clock/iteration": control.iteration, "clock/update": control.update}
-        numbers |= {f"clock/{name}": count for name, count in self._progress.items()}
-        numbers |= {f"time/{name}": seconds for name, seconds in self._times.items()}
-        dropped = getattr(getattr(self.trainer, "datamodule", None), "dropped", None)
-        if dropped is not None:
-            numbers["data/prompts_dropped"] = sum(dropped.values())
-        numbers["perf/tokens_per_second"] = tokens / self._times["iteration"]
-        if torch.accelerator.is_available():
-            numbers["memory/peak_gib"] = torch.accelerator.max_memory_allocated(self.device) / 2**30
-            torch.accelerator.reset_peak_memory_stats(self.device)
-        numbers |= control.reported
-        check(numbers)
-        # Lightning hands logged values to loggers only after the checkpoint of this iteration, as float32.
-        for logger in self.loggers:
-            logger.log_metrics(numbers, step=control.iteration)
-        self.log_dict(numbers, logger=False, on_step=True, on_epoch=False, batch_size=1)
-        bar = {"reward": numbers["reward/mean"], "kl": numbers.get("kl/ref", 0.0)}
-        bar["tok/s"] = numbers["perf/tokens_per_second"]
-        self.log_dict(bar, prog_bar=True, logger=False, on_step=True, on_epoch=False, batch_size=1)
 
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self._times[name] = time.perf_counter() - start
-
-
-STABILITY_COUNTS = {
-    "stop_epochs": "epochs_stopped",
-    "skip_step": "steps_skipped",
-    "rollbacks": "rollbacks",
-    "nonfinite_steps": "nonfinite_steps",
-    "empty_minibatches": "empty_minibatches",
-}
-"""Cumulative counts of ``module.control`` and the metric each is logged as."""
-
-
-class PPOModule(RolloutCorrectionMixin, ActorCriticModule):
+class PPOModule(ALPMixin, RolloutCorrectionMixin, ActorCriticModule):
     """The default composition. Mixins stand before the base class: ``class Mine(MyMixin, PPOModule)``."""

@@ -14,7 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_rlhf.arithmetic import Arithmetic
-from lightning_rlhf.locate import locate
+from lightning_rlhf.locate import locate, parameters_of
+from lightning_rlhf.mixins.alp_settings import ALPSettings
 from lightning_rlhf.mixins.correction_settings import RolloutCorrectionSettings
 from lightning_rlhf.settings import PPOSettings, SettingError, build
 from lightning_rlhf.spelling import hint
@@ -130,7 +131,7 @@ def top_level(config: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem(key, leaf, f"nothing reads this key; {text}")
 
 
-PLACED_ELSEWHERE = {"rollout_correction"}
+PLACED_ELSEWHERE = {"alp", "rollout_correction"}
 """Groups whose files fill a block of another group (``# @package`` on their first line)."""
 
 
@@ -145,8 +146,11 @@ def blocks(config: Mapping[str, Any]) -> Iterator[Problem]:
             near = hint(key, dict.fromkeys(known.rpartition(".")[0] for known in shipped_keys()))
             yield Problem(key, block, f"a block with a _target_, the class or function to build; {near}".rstrip("; "))
     for name, value in (get(config, "model") or {}).items():
-        if name not in ("source", "policy"):
-            yield Problem(f"model.{name}", value, f"nothing reads this key; {hint(f'model.{name}', shipped_keys())}")
+        unread = {} if name in ("source", "policy") else {name: value}
+        if name == "lr" and isinstance(value, Mapping):
+            unread = {f"lr.{part}": rate for part, rate in value.items() if part not in ("actor", "critic")}
+        for key, bad in unread.items():
+            yield Problem(f"model.{key}", bad, f"nothing reads this key; {hint(f'model.{key}', shipped_keys())}")
 
 
 def targets(config: Mapping[str, Any], prefix: str = "") -> Iterator[Problem]:
@@ -201,20 +205,6 @@ def _arguments(key: str, node: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem(f"{key}.{name}", "missing", f"{path} needs it")
 
 
-def parameters_of(target: Any) -> dict[str, inspect.Parameter]:
-    """Parameters of a callable; a cooperative ``__init__(*args, **kwargs)`` also takes those of the next in line."""
-    found: dict[str, inspect.Parameter] = {}
-    for cls in target.__mro__[:-1] if inspect.isclass(target) else ():
-        if "__init__" not in vars(cls):
-            continue
-        parameters = list(inspect.signature(vars(cls)["__init__"]).parameters.values())[1:]
-        named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        found = {p.name: p for p in named} | found
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            return found
-    return dict(inspect.signature(target).parameters)  # no class, or each in line takes whatever it is given
-
-
 def _is_reward_function(key: str, target: Any) -> bool:
     """A plain function as a reward: its one free argument is the batch, which it gets when it is called."""
     return key.startswith("reward.") and inspect.isfunction(target)
@@ -223,7 +213,7 @@ def _is_reward_function(key: str, target: Any) -> bool:
 # --- values ----------------------------------------------------------------------------------------------------------
 
 
-MIXIN_SETTINGS: dict[str, type] = {"rollout_correction": RolloutCorrectionSettings}
+MIXIN_SETTINGS: dict[str, type] = {"alp": ALPSettings, "rollout_correction": RolloutCorrectionSettings}
 """Blocks of ``module`` that belong to a mixin; null or absent switches it off."""
 
 
@@ -336,6 +326,15 @@ def combinations(config: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem("rollout.samples", batch.samples, needs)
     if advantage.bootstrap_truncated and advantage.estimator != "gae":
         yield Problem("module.advantage.bootstrap_truncated", True, "false, or the estimator gae with its critic")
+    unified = get(config, "module.alp") is not None and get(config, "module.alp.ratio", ALPSettings.ratio) == "unified"
+    weights = get(config, "module.rollout_correction.rollout_is")
+    if unified and weights is not None:
+        yield Problem(
+            "module.rollout_correction.rollout_is",
+            weights,
+            "null with module.alp.ratio = unified: the ratio perturbed current / engine contains the correction, "
+            "weights on top would count the gap twice; module.alp.ratio=decoupled uses weights",
+        )
     if settings.kl.coefficient > 0 and reference == "none":
         yield Problem("module.kl.coefficient", settings.kl.coefficient, "0 without model.policy.reference")
 

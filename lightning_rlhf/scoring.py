@@ -75,8 +75,8 @@ def score_experience(
     mask, device = experience.response_mask, experience.response_ids.device
     rows_total, columns_total = mask.shape
     names = (["old_logprobs", "entropy"] if old_policy else []) + (["ref_logprobs"] if reference is not None else [])
-    scored = {name: torch.zeros(rows_total, columns_total, device=device) for name in names}
-    values = torch.zeros(rows_total, columns_total + 1, device=device)
+    scored = {name: torch.zeros(rows_total, columns_total, dtype=torch.float32, device=device) for name in names}
+    values = torch.zeros(rows_total, columns_total + 1, dtype=torch.float32, device=device)
     shared = isinstance(critic, SharedCritic)
     for index, part in split_by_tokens(experience, experience.lengths(), budget):
         rows, columns = index.to(device), part.response_ids.shape[1]
@@ -131,7 +131,12 @@ def compute_advantages(
         metrics.mean("kl/reward_penalty", -penalty * per_sequence, rows)
         metrics.mean("reward/total_with_kl", experience.require("scores") - beta * per_sequence, rows)
     rewards = token_rewards(experience.rewards, mask, kl, penalty)
+    if experience.reward_override is not None:
+        replaced = mask & ~experience.reward_override.isnan()
+        metrics.mean("reward/overridden_fraction", replaced.float(), valid)
+        rewards = torch.where(replaced, experience.reward_override, rewards)
     advantages, experience.returns = _estimate(experience, rewards, settings.advantage)
+    metrics.mean("advantage/raw_abs_mean", advantages.abs(), valid)
     if settings.advantage.whiten and settings.advantage.estimator in ("gae", "reinforce_plus_plus"):
         experience.advantages = whiten(advantages, valid)
     else:

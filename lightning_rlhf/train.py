@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +39,18 @@ def train(config: DictConfig) -> dict[str, float]:
         in_run = checkpoint.parent.name == "checkpoints"
         plain["logger"]["resume_from"] = str(checkpoint.parent.parent if in_run else checkpoint.parent)
     parts = assemble(plain)
-    trainer = make_trainer(plain)
-    for logger in trainer.loggers:
-        if isinstance(logger, RLMLFlowLogger):
-            logger.log_config(plain)
-    # A resumed run has its weights only once fit begins.
-    before = held_out(trainer, parts) if checkpoint is None else {}
-    trainer.fit(parts.module, datamodule=parts.datamodule, ckpt_path=checkpoint, weights_only=True)
-    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    after = held_out(trainer, parts)
-    print("\n".join(closing_lines(parts, trainer, before, after)), flush=True)
-    return metrics | after
+    with closing(parts.module.engine):
+        trainer = make_trainer(plain)
+        for logger in trainer.loggers:
+            if isinstance(logger, RLMLFlowLogger):
+                logger.log_config(plain)
+        # A resumed run has its weights only once fit begins.
+        before = held_out(trainer, parts) if checkpoint is None else {}
+        trainer.fit(parts.module, datamodule=parts.datamodule, ckpt_path=checkpoint, weights_only=True)
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        after = held_out(trainer, parts)
+        print("\n".join(closing_lines(parts, trainer, before, after)), flush=True)
+        return metrics | after
 
 
 def checkpoint_to_resume(config: dict[str, Any]) -> Path | None:

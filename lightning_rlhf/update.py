@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,14 +13,18 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_rlhf.control import Scope
+from lightning_rlhf.control import SCOPES, Scope
 from lightning_rlhf.events import EpochStats, MinibatchStats, UpdateStats, emit
 from lightning_rlhf.experience import Experience, MiniBatch, sample_seed, split_by_tokens
-from lightning_rlhf.functional.stats import all_reduce_sum
+from lightning_rlhf.functional.stats import all_reduce_sum, largest_over_ranks
+from lightning_rlhf.memory import OutOfMemory, attempt, free_memory, memory_policy
 from lightning_rlhf.metrics.batch import MetricBatch
 
 if TYPE_CHECKING:
     from lightning_rlhf.module import ActorCriticModule
+
+BROKEN_NORMS = "nonfinite gradient norms"
+"""Of one minibatch, over all ranks; reduced with its metrics and not one of them."""
 
 
 class UpdateLoop:
@@ -32,6 +37,7 @@ class UpdateLoop:
         self.module = module
         self.settings = module.settings.update
         self.metrics = MetricBatch()
+        self._copies: dict[Scope, Snapshot] = {}
 
     def run(self, experience: Experience) -> UpdateStats:
         """All epochs on this experience, as far as control allows. The metrics of the update stay in ``metrics``."""
@@ -39,21 +45,25 @@ class UpdateLoop:
         self.metrics = MetricBatch()
         trainer: Any = module.trainer
         scopes = {scope for callback in trainer.callbacks for scope in getattr(callback, "rollback_scopes", ())}
-        before = Snapshot(self.optimizer) if "iteration" in scopes else None
+        self._obey_rollback()  # asked for in on_experience_ready: undoes the update before
+        self._copies = {scope: Snapshot.of(scope, self.optimizer) for scope in scopes if scope != "minibatch"}
         plan = MinibatchPlan(experience, self.settings.minibatch_size, module.seed, control.iteration)
         step = 1.0 / (self.settings.epochs * len(plan))
         epochs: list[EpochStats] = []
         finished: list[MinibatchStats] = []
         for epoch in range(self.settings.epochs):
-            emit(module, "on_ppo_epoch_start", epoch)
-            done = self._epoch(experience, plan, epoch, undo_step="minibatch" in scopes, before=before)
-            finished += done
-            if done:
-                epochs.append(_epoch_stats(done))
-                emit(module, "on_ppo_epoch_end", epochs[-1])
-            self._obey_rollback(before, None)
-            if control.take("stop_epochs"):
+            if control.wants("stop_epochs"):
                 break
+            with control.allow("rollback"):
+                emit(module, "on_ppo_epoch_start", epoch)
+                done = self._epoch(experience, plan, epoch, undo_step="minibatch" in scopes)
+                finished += done
+                if done:
+                    epochs.append(_epoch_stats(done))
+                    emit(module, "on_ppo_epoch_end", epochs[-1])
+            self._obey_rollback()
+        control.take("stop_epochs")
+        self._copies.pop("iteration", None)
         module.set_learning_rates(control.iteration, step)
         last = epochs[-1] if epochs else None
         steps = sum(stats.stepped for stats in finished)
@@ -74,8 +84,15 @@ class UpdateLoop:
         """Lightning's wrapper of the one optimiser; stepping it moves the trainer's counters."""
         return self.module.optimizers()
 
+    def state_dict(self) -> dict[str, Any]:
+        """The copy of the actor that outlives an iteration, where a callback wants one."""
+        return {"actor": self._copies["actor"].weights if "actor" in self._copies else None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._copies = {} if state["actor"] is None else {"actor": Snapshot(state["actor"], ["actor"])}
+
     def _epoch(
-        self, experience: Experience, plan: MinibatchPlan, epoch: int, *, undo_step: bool, before: Snapshot | None
+        self, experience: Experience, plan: MinibatchPlan, epoch: int, *, undo_step: bool
     ) -> list[MinibatchStats]:
         control = self.module.control
         done: list[MinibatchStats] = []
@@ -85,11 +102,13 @@ class UpdateLoop:
                 control.counts["empty_minibatches"] += 1
                 continue
             minibatch = MiniBatch.from_experience(experience, rows, tokens, sequences)
-            step_before = Snapshot(self.optimizer) if undo_step else None
+            if undo_step:
+                self._copies["minibatch"] = Snapshot.of("minibatch", self.optimizer)
             step = 1.0 / (self.settings.epochs * len(plan))
             self.module.set_learning_rates(control.iteration - 1 + (epoch * len(plan) + index) * step, step)
             done.append(self._minibatch(minibatch, lengths, epoch, index))
-            self._obey_rollback(before, step_before)
+            self._obey_rollback()
+            self._copies.pop("minibatch", None)
             if control.wants("stop_epochs"):
                 break
         return done
@@ -99,18 +118,17 @@ class UpdateLoop:
     ) -> MinibatchStats:
         module, control, optimizer = self.module, self.module.control, self.optimizer
         emit(module, "on_minibatch_start", minibatch)
-        optimizer.zero_grad(set_to_none=True)
-        batch = MetricBatch()
-        budget = int(control.value("micro_batch_tokens"))
-        for _, micro in split_by_tokens(minibatch, lengths, budget, self.settings.micro_batch_size):
-            module.manual_backward(module.micro_batch_loss(micro, batch))
+        batch = self._gradients(minibatch, lengths)
         scale = loss_scale(module)
         norms = gradient_norms(optimizer)
         for name, norm in norms.items():
             batch.max(f"grad_norm/{name}", norm / scale)
+        # Counted apart: the largest over ranks need not be NaN where one rank's norm is.
+        batch.sum(BROKEN_NORMS, torch.stack([~norm.isfinite() for norm in norms.values()]))
         numbers = batch.compute()
         stats = _minibatch_stats(module, numbers, epoch, index, minibatch.tokens)
-        emit(module, "on_before_step", stats)
+        with control.allow("skip_step"):
+            emit(module, "on_before_step", stats)
         if not stats.finite:
             self._refuse_step(stats, scale)
         elif control.take("skip_step") is None:
@@ -122,6 +140,47 @@ class UpdateLoop:
         self._record(numbers, stats)
         emit(module, "on_minibatch_end", stats)
         return stats
+
+    def _gradients(self, minibatch: MiniBatch, lengths: list[tuple[int, int]]) -> MetricBatch:
+        """Gradients and metrics of the whole minibatch; if memory runs out, again from its start in smaller pieces.
+
+        Whether memory ran out on any rank is agreed outside the backward passes, so that all of them repeat together.
+
+        Raises:
+            OutOfMemory: a single sequence does not fit.
+        """
+        module, control = self.module, self.module.control
+        policy = memory_policy(module.trainer)
+        while True:
+            self.optimizer.zero_grad(set_to_none=True)
+            budget, tried = int(control.value("micro_batch_tokens")), Tried()
+            work = partial(self._accumulate, minibatch, lengths, budget, tried)
+            if policy is None:
+                return work()
+            batch, error = attempt(work)
+            mine = [1.0, float(tried.rows == 1), float(tried.tokens)] if error else [0.0, 0.0, 0.0]
+            failed, single, tokens = largest_over_ranks(mine, module.device)
+            if not failed and batch is not None:
+                return batch
+            batch = None
+            self.optimizer.zero_grad(set_to_none=True)
+            free_memory()
+            error = error or "another rank ran out of memory"
+            if single:
+                raise OutOfMemory(f"{error}: not even one sequence of {int(tokens)} tokens fits into memory")
+            policy.after_update_oom(control, int(tokens), error)
+            if int(control.value("micro_batch_tokens")) >= budget:
+                raise OutOfMemory(f"{error}: the knob micro_batch_tokens stayed at {budget}")
+
+    def _accumulate(
+        self, minibatch: MiniBatch, lengths: list[tuple[int, int]], budget: int, tried: Tried
+    ) -> MetricBatch:
+        """One forward and backward pass per micro-batch."""
+        batch = MetricBatch()
+        for _, micro in split_by_tokens(minibatch, lengths, budget, self.settings.micro_batch_size):
+            tried.rows, tried.tokens = len(micro), micro.response_mask.numel() + micro.prompt_mask.numel()
+            self.module.manual_backward(self.module.micro_batch_loss(micro, batch))
+        return batch
 
     def _refuse_step(self, stats: MinibatchStats, scale: float) -> None:
         control = self.module.control
@@ -137,21 +196,21 @@ class UpdateLoop:
             f"gradient norms {stats.grad_norms})"
         )
 
-    def _obey_rollback(self, iteration: Snapshot | None, minibatch: Snapshot | None) -> None:
+    def _obey_rollback(self) -> None:
         control = self.module.control
         scope: Scope | None = control.take_rollback()
         if scope is None:
             return
-        snapshot = iteration if scope == "iteration" else minibatch
+        snapshot = self._copies.get(scope)
         if snapshot is None:
             raise RuntimeError(
                 f"rollback to the {scope} was requested, but no callback announces {scope!r} in rollback_scopes "
-                "(or the event lies outside a minibatch), so no copy of the weights was kept"
+                "(or the event lies outside of it), so no copy of the weights was kept"
             )
-        snapshot.restore()
+        snapshot.restore(self.optimizer)
         control.counts["rollbacks"] += 1
-        if scope == "iteration":
-            control.stop_epochs("rolled back to the start of the iteration")
+        if scope != "minibatch":
+            control.stop_epochs(f"rolled back: {SCOPES[scope]}")
 
     def _record(self, numbers: dict[str, float], stats: MinibatchStats) -> None:
         """Means over the minibatches of the iteration; a maximum stays a maximum."""
@@ -164,7 +223,7 @@ class UpdateLoop:
             else:
                 self.metrics.mean(name, number)
         for name, clipped in stats.clipped.items():
-            self.metrics.mean(f"grad_clipped/{name}", torch.tensor(float(clipped)))
+            self.metrics.mean(f"grad_clipped/{name}", torch.tensor(float(clipped), dtype=torch.float32))
 
 
 class MinibatchPlan:
@@ -197,27 +256,59 @@ class MinibatchPlan:
             yield chunk, [self._lengths[row] for row in rows], tokens, sequences
 
 
-class Snapshot:
-    """A copy of the trained weights and the optimiser's state, to return to."""
+@dataclass
+class Tried:
+    """The micro-batch that was last begun."""
 
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer: Optimizer = getattr(optimizer, "optimizer", optimizer)
-        self._weights = [p.detach().clone() for group in self._optimizer.param_groups for p in group["params"]]
-        self._state = {
-            p: {k: v.clone() if isinstance(v, Tensor) else v for k, v in entries.items()}
-            for p, entries in self._optimizer.state.items()
-        }
+    rows: int = 0
+    tokens: int = 0
+
+
+@dataclass
+class Snapshot:
+    """A copy of trained weights and, in two of the three scopes, of the optimiser's state, to return to.
+
+    Attributes:
+        weights: of the parameters, in the optimiser's order.
+        groups: names of the parameter groups they belong to; ``None``: all groups.
+        state: the optimiser's entries by parameter; ``None``: they stay as they are.
+    """
+
+    weights: list[Tensor]
+    groups: list[str] | None = None
+    state: dict[Tensor, dict[str, Any]] | None = None
+
+    @classmethod
+    def of(cls, scope: Scope, optimizer: Any) -> Snapshot:
+        """A copy for ``scope``: of the actor's weights alone, or of everything."""
+        groups = ["actor"] if scope == "actor" else None
+        weights = [p.detach().clone() for p in _parameters(optimizer, groups)]
+        return cls(weights, groups, None if groups else _copy_state(_plain(optimizer).state))
 
     @torch.no_grad()
-    def restore(self) -> None:
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        for parameter, weight in zip(parameters, self._weights, strict=True):
+    def restore(self, optimizer: Any) -> None:
+        """Write the copy back, bit for bit."""
+        for parameter, weight in zip(_parameters(optimizer, self.groups), self.weights, strict=True):
             parameter.copy_(weight)
-        self._optimizer.state.clear()
-        for parameter, entries in self._state.items():
-            self._optimizer.state[parameter] = {
-                k: v.clone() if isinstance(v, Tensor) else v for k, v in entries.items()
-            }
+        if self.state is not None:
+            _plain(optimizer).state.clear()
+            _plain(optimizer).state.update(_copy_state(self.state))
+
+
+def _plain(optimizer: Any) -> Optimizer:
+    """The optimiser inside Lightning's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _parameters(optimizer: Any, groups: list[str] | None) -> list[Tensor]:
+    return [p for group in optimizer.param_groups if groups is None or group["name"] in groups for p in group["params"]]
+
+
+def _copy_state(state: Mapping[Tensor, dict[str, Any]]) -> dict[Tensor, dict[str, Any]]:
+    return {
+        parameter: {name: value.clone() if isinstance(value, Tensor) else value for name, value in entries.items()}
+        for parameter, entries in state.items()
+    }
 
 
 def gradient_norms(optimizer: Any) -> dict[str, Tensor]:
@@ -226,7 +317,8 @@ def gradient_norms(optimizer: Any) -> dict[str, Tensor]:
     for group in optimizer.param_groups:
         gradients = [p.grad for p in group["params"] if p.grad is not None]
         device = group["params"][0].device
-        norms[group["name"]] = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=device)
+        none = torch.zeros((), dtype=torch.float32, device=device)
+        norms[group["name"]] = torch.nn.utils.get_total_norm(gradients) if gradients else none
     return norms
 
 
@@ -251,6 +343,7 @@ def _minibatch_stats(
     module: ActorCriticModule, numbers: dict[str, float], epoch: int, index: int, tokens: float
 ) -> MinibatchStats:
     norms = {k.removeprefix("grad_norm/"): v for k, v in numbers.items() if k.startswith("grad_norm/")}
+    broken = numbers.pop(BROKEN_NORMS)
     policy_loss, value_loss = numbers["ppo/policy_loss"], numbers.get("ppo/value_loss", 0.0)
     limits = {group["name"]: group["clip_norm"] for group in module.optimizers().param_groups}  # type: ignore[union-attr]
     return MinibatchStats(
@@ -267,7 +360,7 @@ def _minibatch_stats(
         ratio_max=numbers["ppo/ratio_max"],
         grad_norms=norms,
         clipped={name: limits[name] is not None and norm > limits[name] for name, norm in norms.items()},
-        finite=all(math.isfinite(value) for value in (policy_loss, value_loss, *norms.values())),
+        finite=not broken and all(math.isfinite(value) for value in (policy_loss, value_loss, *norms.values())),
     )
 
 

@@ -8,10 +8,13 @@ from typing import Any
 
 import torch
 from lightning import Callback, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_rlhf.callbacks import RLHFCallback
+from lightning_rlhf.checkpoint import IterationCheckpoint, RNGState
 from lightning_rlhf.data import PromptDataModule
 from lightning_rlhf.data.tasks import ArithmeticTask
+from lightning_rlhf.events import MinibatchStats, UpdateStats
 from lightning_rlhf.experience import Experience, Rollout
 from lightning_rlhf.models import Policy, build_policy, build_tiny
 from lightning_rlhf.module import ActorCriticModule, PPOModule
@@ -146,3 +149,66 @@ def weights(module: ActorCriticModule) -> dict[str, torch.Tensor]:
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     """Bitwise equality."""
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+FAST: dict[str, Any] = {"actor": {"lr": 3e-2, "clip_norm": None}, "update": {"epochs": 4, "minibatch_size": 8}}
+"""Large steps: the KL is over any reasonable target after one epoch."""
+
+
+class DecisionLog(DummyLogger):
+    """A logger that keeps what was decided and why."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[dict[str, Any]] = []
+
+    def log_decisions(self, rows: list[dict[str, Any]]) -> None:
+        self.rows += rows
+
+    def of(self, verb: str) -> list[tuple[int, str]]:
+        """Iteration and reason of every decision of one kind."""
+        return [(row["iteration"], row["reason"]) for row in self.rows if row["verb"] == verb]
+
+
+def moments(module: ActorCriticModule) -> dict[str, torch.Tensor]:
+    """A copy of the optimiser's state."""
+    states = module.optimizers().optimizer.state.values()  # type: ignore[union-attr]
+    return {f"{i}.{name}": value.clone() for i, entries in enumerate(states) for name, value in entries.items()}
+
+
+def part_of(module: ActorCriticModule, name: str) -> dict[str, torch.Tensor]:
+    """A copy of the trained tensors of ``actor`` or ``critic``."""
+    return {key: weight for key, weight in weights(module).items() if key.startswith(f"{name}.")}
+
+
+def resume_equals_whole(
+    folder: Path, callbacks: Callable[[], list[Callback]], module: Callable[[], ActorCriticModule]
+) -> list[Any]:
+    """A run of four iterations, and one resumed behind its second, end alike; returns the callbacks of the latter."""
+    runs = []
+    for resume in (None, folder / "iteration_000002.ckpt"):
+        own, checkpoint = callbacks(), IterationCheckpoint(str(folder), every_n_iterations=2, keep=None)
+        trained = module()
+        assert trained.iterations == 4
+        fit(trained, [*own, RNGState(), checkpoint], folder=folder, resume=resume, enable_checkpointing=True)
+        runs.append((trained, own))
+    (whole, first), (resumed, second) = runs
+    assert resumed.control.iteration == 4
+    assert same(weights(whole), weights(resumed)) and same(moments(whole), moments(resumed))
+    assert whole.control.state_dict() == resumed.control.state_dict()
+    assert [c.state_dict() for c in first] == [c.state_dict() for c in second]
+    return second
+
+
+def minibatch_stats(norm: float = 0.5, *, clipped: bool = False, finite: bool = True) -> MinibatchStats:
+    return MinibatchStats(
+        iteration=1, update=0, epoch=0, minibatch=0, tokens=1.0, policy_loss=0.0, value_loss=0.0, kl_old=0.0,
+        kl_ref=0.0, clip_fraction=0.0, ratio_max=1.0, grad_norms={"actor": norm}, clipped={"actor": clipped},
+        finite=finite, stepped=finite,
+    )  # fmt: skip
+
+
+def update_stats(kl_old: float = 0.0) -> UpdateStats:
+    return UpdateStats(
+        iteration=1, epochs_used=1, steps=1, steps_skipped=0, kl_old=kl_old, kl_ref=0.0, clip_fraction=0.0
+    )

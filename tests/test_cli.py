@@ -76,7 +76,7 @@ def test_version(capsys):
 
 def test_unknown_verb(capsys):
     assert cli.main(["trian"]) == 2
-    assert "no verb 'trian'; there are: train, eval, export" in capsys.readouterr().err
+    assert "no verb 'trian'; there are: train, eval, export, serve" in capsys.readouterr().err
 
 
 def test_cfg_job_prints_and_starts_nothing(elsewhere, capsys):

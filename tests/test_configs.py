@@ -106,6 +106,8 @@ def what_it_needs(group: str, option: str, tmp_path: Path) -> list[str]:
     if group == "data" and option == "arithmetic_chat":
         letters = ArithmeticTask(style="chat", operations="+-").vocabulary
         return [f"model.source.vocabulary='{letters}'", "model.source.max_positions=128"]
+    if group == "rollout" and option == "vllm":
+        pytest.importorskip("vllm")
     if group == "model" and option in ("hf", "hf_lora"):
         return [f"model.source.path={needs_model(tmp_path)}"]
     if group == "model" and option == "smollm2":
@@ -143,6 +145,16 @@ def test_every_option_composes_and_instantiates(compose, tiny_run, tmp_path, gro
     expected = sum(block is not None for block in (config["callbacks"] or {}).values())
     ours = [c for c in trainer.callbacks if type(c).__module__.startswith("lightning_rlhf")]
     assert len(ours) == expected + 1, "the configured callbacks, and the random state"
+
+
+def test_a_checkpoint_callback_that_counts_optimiser_steps_is_warned_about(compose):
+    from lightning_rlhf import schema
+    from lightning_rlhf.assembly import make_trainer
+
+    target = "lightning.pytorch.callbacks.ModelCheckpoint"
+    block = f"+callbacks.mine={{_target_: {target}, every_n_train_steps: 10}}"
+    with pytest.warns(UserWarning, match="every_n_train_steps=10 counts optimiser steps"):
+        make_trainer(schema.check(compose("logger=none", block)))
 
 
 SMALL = {

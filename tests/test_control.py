@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from lightning_rlhf.control import Control
@@ -10,7 +12,8 @@ from lightning_rlhf.control import Control
 def test_a_verb_is_pending_until_it_is_taken() -> None:
     control = Control()
     assert control.take("skip_step") is None
-    control.skip_step("too far")
+    with control.allow("skip_step"):
+        control.skip_step("too far")
     assert control.wants("skip_step")
     assert control.take("skip_step") == "too far"
     assert not control.wants("skip_step")
@@ -31,23 +34,44 @@ def test_the_first_reason_is_kept_and_every_call_is_recorded() -> None:
 
 @pytest.mark.parametrize("verb", ["stop_epochs", "skip_step", "rollback", "stop_training"])
 def test_a_verb_needs_a_reason(verb: str) -> None:
-    with pytest.raises(ValueError, match="needs a reason"):
-        getattr(Control(), verb)("")
+    control = Control()
+    with control.allow("skip_step", "rollback"), pytest.raises(ValueError, match="needs a reason"):
+        getattr(control, verb)("")
+    assert not control.wants(verb) and not control.counts
 
 
-@pytest.mark.parametrize("order", [("minibatch", "iteration"), ("iteration", "minibatch")])
+@pytest.mark.parametrize("verb", ["skip_step", "rollback"])
+def test_a_verb_where_nothing_obeys_it_is_refused(verb: str) -> None:
+    control = Control()
+    with control.allow(verb):
+        pass
+    with pytest.raises(RuntimeError, match=rf"control.{verb} \(too late\) acts only"):
+        getattr(control, verb)("too late")
+    assert not control.wants(verb) and not control.decisions
+
+
+def test_a_note_is_a_decision_that_nobody_has_to_obey() -> None:
+    control = Control()
+    control.begin_iteration(4)
+    control.note("lower_learning_rate", "broken twice")
+    assert control.counts["lower_learning_rate"] == 1 and not control.wants("lower_learning_rate")
+    assert [(d.verb, d.reason, d.iteration) for d in control.decisions] == [("lower_learning_rate", "broken twice", 4)]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(["minibatch", "actor", "iteration"], 2)))
 def test_the_wider_rollback_wins(order: tuple[str, str]) -> None:
     control = Control()
-    for scope in order:
-        control.rollback("nan", to=scope)  # type: ignore[arg-type]
-    assert control.take_rollback() == "iteration"
-    assert control.take_rollback() is None
-    control.rollback("again", to="minibatch")
+    with control.allow("rollback"):
+        for scope in order:
+            control.rollback("nan", to=scope)  # type: ignore[arg-type]
+        assert control.take_rollback() == ("iteration" if "iteration" in order else "actor")
+        assert control.take_rollback() is None
+        control.rollback("again", to="minibatch")
     assert control.take_rollback() == "minibatch"
 
 
 def test_an_unknown_rollback_scope_is_refused() -> None:
-    with pytest.raises(ValueError, match="'minibatch' and 'iteration'"):
+    with pytest.raises(ValueError, match="'minibatch', 'iteration', 'actor'"):
         Control().rollback("why", to="epoch")  # type: ignore[arg-type]
 
 
@@ -111,7 +135,8 @@ def test_state_keeps_clocks_counts_and_owned_knobs_only() -> None:
     saved.begin_iteration(5)
     saved.update = 40
     saved.set("kl_coefficient", 0.25, "AdaptiveKL")
-    saved.skip_step("nan")
+    with saved.allow("skip_step"):
+        saved.skip_step("nan")
     restored = fresh(0.1, 0.5)
     restored.load_state_dict(saved.state_dict())
     assert (restored.iteration, restored.update, restored.counts["skip_step"]) == (5, 40, 1)

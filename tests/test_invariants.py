@@ -51,7 +51,7 @@ def test_engine_and_trainer_agree_after_every_update() -> None:
         gap = (experience.old_logprobs - experience.rollout_logprobs)[experience.response_mask].abs().max()
         assert gap <= 1e-4
     versions = [e.policy_version.unique().tolist() for e, _ in recorder.of("on_experience_ready")]
-    assert versions == [[0], [4], [8]], "the version is the number of updates in the weights"
+    assert versions == [[0], [1], [2]], "the version is the number of iterations in the weights"
 
 
 # --- 2. split invariance -----------------------------------------------------------------------------------------
@@ -245,3 +245,13 @@ def test_a_run_leaves_the_global_random_state_alone() -> None:
     before = torch.get_rng_state()
     fit(tiny_module(iterations=1))
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_everything_but_the_weights_stays_float32_in_a_bfloat16_run() -> None:
+    """Lightning makes bfloat16 the default type there; a tensor made without a type would lose 16 bits in silence."""
+    module, recorder = tiny_module(iterations=2), Recorder()
+    fit(module, [recorder], precision="bf16-true")
+    assert {p.dtype for p in module.actor.parameters()} == {torch.bfloat16}
+    experience, _ = recorder.of("on_experience_ready")[-1]
+    names = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "entropy", "values", "scores", "advantages", "returns")
+    assert {name: getattr(experience, name).dtype for name in names} == dict.fromkeys(names, torch.float32)

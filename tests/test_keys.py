@@ -35,8 +35,8 @@ BASE = [
     "rollout.samples=2",
     "rollout.max_new_tokens=4",
     "module.update.minibatch_size=6",
-    "module.actor.lr=0.01",
-    "module.critic.lr=0.01",
+    "model.lr.actor=0.01",
+    "model.lr.critic=0.01",
     "module.actor.warmup_iterations=0",
     "+reward.terms.even={weight: 1.0, reward: {_target_: tests.support.even_digits}}",
     "callbacks=none",
@@ -103,6 +103,8 @@ RUN: dict[str, Change | str] = {
     "model.source.add_bos": "true",
     "model.source.seed": "5",
     "model.source.dtype": "bfloat16",
+    "model.lr.actor": "0.02",
+    "model.lr.critic": "0.02",
     "model.policy.critic": "shared",
     "model.policy.reference": ("none", ["module.kl.coefficient=0"]),
     "model.policy.lora": "{r: 2}",
@@ -152,6 +154,7 @@ RUN: dict[str, Change | str] = {
     "rollout.stop_token_ids": "[5,6,7]",
     "rollout.ignore_eos": "true",
     "rollout.max_batch_tokens": "20",
+    "rollout.lag": "1",
     "warmup.steps": "3",
     "warmup.batch_size": "5",
     "warmup.lr": "0.1",
@@ -171,6 +174,10 @@ BUILT: dict[str, Change | str] = {
     "callbacks.gradient_monitor.warn_far_below": "0.5",
     "callbacks.samples_table.every_n_iterations": "1",
     "callbacks.samples_table.rows": "3",
+    "callbacks.calibrate.prompts": "3",
+    "callbacks.calibrate.tokens": "3",
+    "callbacks.calibrate.every": "3",
+    "callbacks.calibrate.limit": "0.5",
     "callbacks.checkpoint.dirpath": "/tmp/elsewhere",
     "callbacks.checkpoint.every_n_iterations": "3",
     "callbacks.checkpoint.keep": "5",
@@ -194,6 +201,7 @@ BUILT: dict[str, Change | str] = {
 SEEN_OTHERWISE = {
     *("output_dir", "run_name", "warmup.cache_dir", "trainer.deterministic"),
     "resume",  # test_cli.py: a resumed run
+    "rollout.max_staleness",  # rollout/test_ahead.py: a stale rollout is drawn again
     "trainer.accelerator",  # test_cli.py: an unknown one is refused
     "trainer.devices",  # test_schema.py: anything but one is refused
 }

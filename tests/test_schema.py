@@ -119,6 +119,7 @@ BAD = {
     "no sample": (["rollout.samples=0"], "rollout.samples", "a whole number >= 1"),
     "negative seed": (["seed=-1"], "seed", "a whole number from 0"),
     "no threads": (["threads=0"], "threads", "a whole number >= 1, or null"),
+    "learning rate of an unknown part": (["+model.lr.reference=1"], "model.lr.reference", "nothing reads this key"),
     "gae without critic": (["model.policy.critic=none"], "module.advantage.estimator", "needs a critic"),
     "grpo with a critic": (
         ["module.advantage.estimator=grpo", "rollout.samples=4"],

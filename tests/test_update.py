@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning import Callback
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lightning_rlhf.callbacks import RLHFCallback
@@ -169,6 +170,80 @@ def test_a_rollback_nobody_announced_is_an_error_that_says_how() -> None:
         fit(module, [undo])
 
 
+def test_rolling_the_actor_back_leaves_critic_and_moments() -> None:
+    """Asked for when the next samples are there: the whole update of iteration 1 is undone, nothing is trained."""
+
+    class Undo(RLHFCallback):
+        rollback_scopes = frozenset({"actor"})  # type: ignore[assignment]
+
+        def on_experience_ready(self, trainer: Any, module: Any, experience: Any, stats: Any) -> None:
+            if stats.iteration == 2:
+                self.critic, self.moments = critic_weights(module), moments(module)
+                module.control.rollback("too far", to="actor")
+
+    def critic_weights(module: PPOModule) -> dict[str, torch.Tensor]:
+        return {name: weight for name, weight in weights(module).items() if name.startswith("critic.")}
+
+    def moments(module: PPOModule) -> dict[str, torch.Tensor]:
+        states = module.optimizers().optimizer.state.values()
+        return {f"{i}.{k}": v.clone() for i, entries in enumerate(states) for k, v in entries.items()}
+
+    module, undo, recorder = tiny_module(iterations=2), Undo(), Recorder()
+    before = {name: weight for name, weight in weights(module).items() if name.startswith("actor.")}
+    trainer = fit(module, [undo, recorder])
+    after = weights(module)
+    assert same(before, {name: weight for name, weight in after.items() if name.startswith("actor.")})
+    assert same(undo.critic, critic_weights(module)) and same(undo.moments, moments(module))
+    assert [stats.epochs_used for stats in recorder.of("on_update_end")] == [2, 0]
+    assert trainer.callback_metrics["stability/rollbacks"] == 1
+
+
+def test_the_copy_of_the_actor_is_one_actor_and_only_there_when_asked_for() -> None:
+    policy = tiny_policy()
+    groups = [{"name": name, "params": list(getattr(policy, name).parameters())} for name in ("actor", "critic")]
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
+    snapshot = Snapshot.of("actor", optimizer)
+    assert sum(w.numel() for w in snapshot.weights) == sum(p.numel() for p in policy.actor.parameters())
+    assert snapshot.state is None
+    module = tiny_module(iterations=1)
+    fit(module)
+    assert module._update_loop.state_dict() == {"actor": None}
+
+
+@pytest.mark.parametrize("event", ["on_minibatch_start", "on_minibatch_end", "on_update_end", "on_rollout_start"])
+def test_skip_step_outside_of_its_event_is_refused(event: str) -> None:
+    caller = Caller(event, lambda module, *args: module.control.skip_step("stray"))
+    with pytest.raises(RuntimeError, match=r"control.skip_step \(stray\) acts only in on_before_step"):
+        fit(tiny_module(iterations=1), [caller])
+
+
+def test_stop_epochs_before_the_first_minibatch_leaves_the_batch_out() -> None:
+    module, recorder = tiny_module(iterations=1), Recorder()
+    before = weights(module)
+    stopper = Caller("on_experience_ready", lambda module, *args: module.control.stop_epochs("nothing to learn"))
+    trainer = fit(module, [stopper, recorder])
+    assert same(before, weights(module)) and not recorder.of("on_minibatch_start")
+    assert trainer.callback_metrics["ppo/epochs_used"] == 0
+
+
+def test_decisions_are_handed_to_the_logger_with_their_reasons() -> None:
+    class Keeping(DummyLogger):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows: list[dict[str, Any]] = []
+
+        def log_decisions(self, rows: list[dict[str, Any]]) -> None:
+            self.rows += rows
+
+    logger = Keeping()
+    stopper = Caller("on_ppo_epoch_end", lambda module, stats: module.control.stop_epochs("far enough"))
+    fit(tiny_module(iterations=2), [stopper], logger=logger)
+    assert [(r["iteration"], r["update"], r["verb"], r["reason"]) for r in logger.rows] == [
+        (1, 2, "stop_epochs", "far enough"),
+        (2, 4, "stop_epochs", "far enough"),
+    ]
+
+
 def test_plain_lightning_callbacks_work() -> None:
     class Plain(Callback):
         batches = 0
@@ -255,11 +330,11 @@ def test_a_step_whose_gradient_is_not_finite_is_refused_counted_and_said() -> No
 def test_snapshot_returns_to_an_optimiser_that_had_not_stepped() -> None:
     policy = tiny_policy()
     optimizer = torch.optim.AdamW(policy.actor.parameters(), lr=0.1)
-    snapshot = Snapshot(optimizer)
+    snapshot = Snapshot.of("iteration", optimizer)
     before = {n: p.detach().clone() for n, p in policy.actor.named_parameters()}
     for p in policy.actor.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()
-    snapshot.restore()
+    snapshot.restore(optimizer)
     assert not optimizer.state
     assert same(before, dict(policy.actor.named_parameters()))

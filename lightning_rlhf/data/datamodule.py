@@ -76,9 +76,13 @@ class PromptLoader:
 
     def __iter__(self) -> Iterator[PromptBatch]:
         while self.consumed < self.iterations:
-            drawn = self.stream[self.consumed]
             self.consumed += 1
-            yield collate([self.prompts[index] for _, index in drawn], [data_pass for data_pass, _ in drawn])
+            yield self.batch(self.consumed - 1)
+
+    def batch(self, c: int) -> PromptBatch:
+        """Batch ``c`` of the run, counted from 0; hands nothing out."""
+        drawn = self.stream[c]
+        return collate([self.prompts[index] for _, index in drawn], [data_pass for data_pass, _ in drawn])
 
     def state_dict(self) -> dict[str, int]:
         return {"consumed": self.consumed, "prompts": len(self.prompts), "batch": self.stream.batch}
@@ -261,6 +265,12 @@ class PromptDataModule(LightningDataModule):
         elif done and self.trainer is not None:
             _reopen_epoch(self.trainer)
         return self._loader
+
+    def train_batch(self, index: int) -> PromptBatch:
+        """Batch ``index`` of the run, counted from 0, before its turn: what asynchronous rollouts generate next."""
+        if self._loader is None:
+            raise RuntimeError("PromptDataModule.setup('fit') must run before train_batch()")
+        return self._loader.batch(index)
 
     def val_dataloader(self) -> ValidationLoader:
         """The held-out prompts; without any, a loader of length 0, which Lightning skips."""

@@ -8,6 +8,7 @@ stays visible. Nothing here carries a gradient.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +44,13 @@ def all_reduce_sum(tensor: Tensor) -> Tensor:
 def all_reduce_max(tensor: Tensor) -> Tensor:
     """The largest value over ranks as a new tensor; without ``torch.distributed`` the tensor itself."""
     return _all_reduce(tensor, dist.ReduceOp.MAX)
+
+
+def largest_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:
+    """The largest of each number over ranks; without ``torch.distributed`` the numbers, and the device is not asked."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return list(values)
+    return all_reduce_max(torch.tensor(values, dtype=torch.float64, device=device)).tolist()
 
 
 def _all_reduce(tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.experience import Experience, Finish, MiniBatch
-from lightning_rlhf.functional.kl import KLEstimator, kl_estimate
+from lightning_rlhf.functional.kl import kl_estimate
 from lightning_rlhf.functional.losses import PolicyLoss
 from lightning_rlhf.metrics.batch import MetricBatch
 
@@ -44,19 +44,21 @@ def experience_metrics(experience: Experience, metrics: MetricBatch) -> None:
     metrics.mean("return/mean", experience.require("returns"), valid, std="return/std")
     if experience.values is not None:
         metrics.mean("value/mean", experience.values, valid)
-    metrics.sum("batch/sequences", torch.full((), float(len(experience)), device=scores.device))
+    metrics.sum("batch/sequences", torch.full((), len(experience), dtype=torch.float64, device=scores.device))
     metrics.sum("batch/tokens", generated)
 
 
 @torch.no_grad()
-def policy_metrics(
-    micro: MiniBatch, logprobs: Tensor, policy: PolicyLoss, estimator: KLEstimator, metrics: MetricBatch
-) -> None:
-    """Distance of the current policy from the old and the reference one, ratio and clipping, over valid tokens."""
+def policy_metrics(micro: MiniBatch, logprobs: Tensor, policy: PolicyLoss, metrics: MetricBatch) -> None:
+    """Distance of the current policy from the old and the reference one, ratio and clipping, over valid tokens.
+
+    Both distances are k3, whatever the penalty uses: the tokens are the old policy's, and of a policy that has left
+    them k1 says that it came closer to the reference (its mean there is minus a KL, not a KL).
+    """
     mask = micro.require("loss_mask")
     metrics.mean("kl/old", kl_estimate(micro.require("old_logprobs"), logprobs, "k3"), mask)
     if micro.ref_logprobs is not None:
-        metrics.mean("kl/ref_update", kl_estimate(logprobs, micro.ref_logprobs, estimator), mask)
+        metrics.mean("kl/ref_update", kl_estimate(logprobs, micro.ref_logprobs, "k3"), mask)
     metrics.mean("ppo/clip_fraction", policy.clipped.float(), mask)
     metrics.mean("ppo/clip_fraction_lower", policy.clipped_lower.float(), mask)
     metrics.mean("perf/padding_fraction", (~micro.concatenated()[1]).float())

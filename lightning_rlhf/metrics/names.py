@@ -85,14 +85,18 @@ METRICS: list[Metric] = [
     _m("reward/total_with_kl", "score", "up", "sequences", "Score minus coefficient times KL(current || reference) "
        "summed over the sequence's tokens; before normalisation.", verl="critic/rewards/mean",
        trl="objective/rlhf_reward", openrlhf="return (after discounting)"),
+    _m("reward/overridden_fraction", "share", "down", "tokens", "Share of tokens whose reward was replaced by a fixed "
+       "one (callback kl_guard: tokens over its limit)."),
     # --- kl: two distances, two names ----------------------------------------------------------------------------
     _m("kl/ref", "nats/token", "down", "tokens", "KL(current || reference) on the sampled tokens, before any update of "
        "the iteration; configured estimator (k1 by default); tokens left after rejection.",
        verl="actor/reward_kl_penalty (actor/kl_loss where it is in the loss)", openrlhf="kl", trl="kl (GRPO)"),
     _m("kl/ref_sequence", "nats/sequence", "down", "sequences", "The same, summed over all tokens of a sequence; grows "
        "with length.", trl="objective/kl"),
+    _m("kl/ref_average", "nats/token", "down", "tokens", "Exponential moving average of kl/ref over iterations: what "
+       "the controller of the coefficient acts on (callback adaptive_kl)."),
     _m("kl/ref_update", "nats/token", "down", "steps", "KL(current || reference) while the policy is updated: current "
-       "weights, old policy's tokens, valid tokens, configured estimator."),
+       "weights, old policy's tokens, valid tokens, estimator k3 (k1 has the wrong sign on tokens left behind)."),
     _m("kl/old", "nats/token", "down", "steps", "KL(old || current), estimator k3: how far the updates moved the "
        "policy from the one that sampled; valid tokens, before each step.", verl="actor/ppo_kl (k1, may be negative)",
        trl="policy/approxkl_avg (k2, padding takes part)", openrlhf="ppo_kl (k1)", sb3="train/approx_kl"),
@@ -137,6 +141,8 @@ METRICS: list[Metric] = [
        "valid tokens.", verl="critic/advantages/mean"),
     _m("advantage/std", "1", "neither", "deviation", "Their spread; 1 where they are whitened."),
     _m("advantage/abs_mean", "1", "neither", "tokens", "Their mean size: the strength of the learning signal."),
+    _m("advantage/raw_abs_mean", "score", "neither", "tokens", "Their mean size before whitening, which brings any "
+       "signal, however weak, to the same size."),
     _m("advantage/max", "1", "neither", "max", "The largest one.", verl="critic/advantages/max"),
     _m("advantage/min", "1", "neither", "min", "The smallest one.", verl="critic/advantages/min"),
     _m("return/mean", "score", "up", "tokens", "Targets of the value function, valid tokens.",
@@ -162,6 +168,41 @@ METRICS: list[Metric] = [
     _m("rollout/logprob_abs_diff_max", "nats/token", "down", "max", "The largest one.",
        verl="training/rollout_probs_diff_max (of probabilities)",
        trl="sampling/sampling_logp_difference/max (GRPO)"),
+    _m("rollout/staleness_mean", "iterations", "down", "sequences", "How many iterations behind the policy the weights "
+       "were that drew a sample; 0 is on-policy, 1 what `rollout.lag=1` gives."),
+    _m("rollout/staleness_max", "iterations", "down", "max", "The stalest sample."),
+    _m("rollout/drawn_late", "0 or 1", "down", "once", "1 where rollouts run ahead and this one had to be drawn on the "
+       "spot: the run's first, or one that was too stale."),
+    # --- calibration: engine against trainer at the same weights, on a probe ---------------------------------------
+    _m("calibrate/logprob_abs_diff_mean", "nats/token", "down", "tokens", "|trainer's - engine's log-probability| of "
+       "the tokens of a probe (callback calibrate): same weights, so rounding only; the run ends above its limit.",
+       verl="training/rollout_probs_diff_mean (of probabilities, on the rollout)"),
+    _m("calibrate/logprob_abs_diff_max", "nats/token", "down", "max", "The largest one."),
+    _m("calibrate/probs_diff_mean", "probability", "down", "tokens", "|trainer's - engine's probability| of the same "
+       "tokens.", verl="training/rollout_probs_diff_mean (on the rollout)"),
+    _m("calibrate/probs_diff_std", "probability", "down", "deviation", "Its spread.",
+       verl="training/rollout_probs_diff_std (on the rollout)"),
+    _m("calibrate/probs_diff_max", "probability", "down", "max", "The largest one.",
+       verl="training/rollout_probs_diff_max (on the rollout)"),
+    _m("calibrate/probs_pearson_corr", "1", "up", "tokens", "Pearson correlation of the two probabilities.",
+       verl="training/rollout_actor_probs_pearson_corr (on the rollout)"),
+    # --- adaptive layerwise perturbation -------------------------------------------------------------------------
+    _m("alp/sigma_layer_<layer>", "hidden units", "neither", "once", "Standard deviation of the noise on the input of "
+       "a decoder layer, root mean square over hidden units; layers are counted from 0."),
+    _m("alp/sigma_router_<layer>", "logits", "neither", "once", "Standard deviation of the noise on the router's "
+       "logits of a layer, utilisation included, root mean square over experts."),
+    _m("alp/utilisation_max", "share", "down", "once", "Moving average of the mean router probability of the most "
+       "used expert of any layer; 1 / experts is even."),
+    _m("alp/balance_loss", "1", "down", "steps", "lambda times sum (utilisation - target)^2 over experts and layers, "
+       "as it is in the loss."),
+    _m("alp/lr_factor", "1", "neither", "once", "What the learning rate of log sigma is multiplied by: 0 during its "
+       "warm-up, below 1 while KL is over its limit."),
+    _m("alp/clip_norm", "1", "neither", "once", "Limit of the gradient norm of log sigma in force."),
+    _m("alp/kl_perturbed", "nats/token", "neither", "tokens", "KL(plain || perturbed) of the current policy, estimator "
+       "k3, valid tokens of the first micro-batch of each epoch, in iterations that compare."),
+    _m("alp/correlation_plain", "1", "up", "tokens", "Pearson correlation of the plain current policy's probabilities "
+       "with the engine's, same tokens.", verl="training/rollout_actor_probs_pearson_corr (before the updates)"),
+    _m("alp/correlation_perturbed", "1", "up", "tokens", "The same of the perturbed policy."),
     # --- optimiser -----------------------------------------------------------------------------------------------
     _m("grad_norm/<group>", "1", "neither", "steps", "Global L2 norm of a parameter group's gradient (actor, critic), "
        "before clipping.", verl="actor/grad_norm, critic/grad_norm"),
@@ -186,6 +227,14 @@ METRICS: list[Metric] = [
        "since the run began."),
     _m("stability/empty_minibatches", "count", "down", "once", "Minibatches without a valid token, since the run "
        "began."),
+    _m("stability/oom_retries", "count", "down", "once", "Times memory ran out and the work was done again in smaller "
+       "pieces, since the run began (callback oom_guard)."),
+    _m("stability/learning_rate_cuts", "count", "down", "once", "Times the learning rate was lowered, since the run "
+       "began (callback lr_backoff)."),
+    _m("stability/kl_brakes", "count", "down", "once", "Iterations after which the KL coefficient was scaled up, since "
+       "the run began (callback kl_guard)."),
+    _m("stability/length_cuts", "count", "down", "once", "Times responses were shortened because memory was nearly "
+       "full, since the run began (callback oom_guard)."),
     # --- clocks and cost -----------------------------------------------------------------------------------------
     _m("clock/iteration", "iterations", "neither", "once", "Iterations done, this one included; the step axis of every "
        "other metric.", verl="training/global_step"),
@@ -205,6 +254,9 @@ METRICS: list[Metric] = [
     _m("time/score", "s", "down", "rank 0", "Old and reference log-probabilities, values and advantages.",
        verl="timing_s/{old_log_prob,ref,values,adv}"),
     _m("time/update", "s", "down", "rank 0", "All epochs of the update.", verl="timing_s/{update_actor,update_critic}"),
+    _m("time/rollout_wait", "s", "down", "rank 0", "Waiting, after the update, for the rollout that is generated ahead "
+       "(`rollout.lag=1`)."),
+    _m("time/weights", "s", "down", "rank 0", "Sending the weights to the rollout engine."),
     _m("time/iteration", "s", "down", "rank 0", "The whole iteration.", verl="timing_s/step", trl="step_time (GRPO)"),
     _m("memory/peak_gib", "GiB", "down", "rank 0", "Largest device memory in use by tensors during the iteration.",
        verl="perf/max_memory_allocated_gb"),

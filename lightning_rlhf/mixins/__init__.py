@@ -1,5 +1,6 @@
 """Behaviours that a module is composed of; each silent while its block of settings is null."""
 
+from lightning_rlhf.mixins.alp import ALPMixin
 from lightning_rlhf.mixins.rollout_correction import RolloutCorrectionMixin
 
-__all__ = ["RolloutCorrectionMixin"]
+__all__ = ["ALPMixin", "RolloutCorrectionMixin"]

@@ -12,12 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.pytorch_utils import Conv1D
 
 from lightning_rlhf.functional.logprobs import EntropyMode, response_hidden, token_logprobs
+from lightning_rlhf.lora import checkpoint_weights
 from lightning_rlhf.models.loading import isolated_rng
-
-POLICY_ADAPTER = "policy"
 
 
 class ActorOutput(NamedTuple):
@@ -89,17 +87,7 @@ class Actor(nn.Module):
         Without LoRA these are the live weights, not copies. LoRA is merged out of place: the product is added in
         float32 and cast once, and neither base weights nor adapter change.
         """
-        layers = lora_layers(self.lm)
-        weights: dict[str, Tensor] = {}
-        for name, tensor in self.lm.state_dict().items():
-            owner, _, leaf = name.rpartition(".base_layer.")
-            if ".lora_" in name:
-                continue
-            if owner not in layers:
-                weights[name] = tensor.detach()
-            else:
-                weights[f"{owner}.{leaf}"] = merged_weight(layers[owner]) if leaf == "weight" else tensor.detach()
-        return weights
+        return dict(checkpoint_weights(self.lm))
 
     def save_pretrained(self, folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> None:
         """Write a folder that ``AutoModelForCausalLM`` and ``AutoTokenizer`` load, LoRA merged (safetensors)."""
@@ -228,28 +216,6 @@ def training_mode(module: nn.Module, training: bool) -> Iterator[None]:
     finally:
         for child, mode in before:
             child.training = mode
-
-
-# --- LoRA --------------------------------------------------------------------------------------------------------
-
-
-def lora_layers(lm: nn.Module) -> dict[str, Any]:
-    """The peft LoRA layers of a model by name; empty without LoRA (peft is not imported then)."""
-    if not hasattr(lm, "peft_config"):
-        return {}
-    from peft.tuners.lora import LoraLayer
-
-    return {name: module for name, module in lm.named_modules() if isinstance(module, LoraLayer)}
-
-
-@torch.no_grad()
-def merged_weight(layer: Any, adapter: str = POLICY_ADAPTER) -> Tensor:
-    """``W + scaling * B @ A`` of one LoRA layer, as a new tensor: computed in float32, cast once to W's dtype."""
-    base = layer.get_base_layer()
-    delta = layer.scaling[adapter] * (layer.lora_B[adapter].weight.float() @ layer.lora_A[adapter].weight.float())
-    if isinstance(base, Conv1D):  # GPT-2 keeps its weights transposed
-        delta = delta.T
-    return (base.weight.float() + delta).to(base.weight.dtype)
 
 
 # --- precision ---------------------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
-from lightning_rlhf.models.actor import POLICY_ADAPTER, Actor, lora_layers, verify_head
+from lightning_rlhf.lora import POLICY_ADAPTER, lora_layers
+from lightning_rlhf.models.actor import Actor, verify_head
 from lightning_rlhf.models.critic import SeparateCritic, SharedCritic
 from lightning_rlhf.models.loading import LoadedModel, assert_no_dropout, disable_dropout, isolated_rng
 from lightning_rlhf.models.reference import REFERENCE_ADAPTER, AdapterReference, FrozenReference

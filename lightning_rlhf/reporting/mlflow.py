@@ -120,7 +120,13 @@ class RLMLFlowLogger(MLFlowLogger):
         if not self._opened:
             import mlflow
 
+            environment = os.environ.get("MLFLOW_TRACKING_URI")
             mlflow.set_tracking_uri(self.tracking_uri)
+            # MLflow exports the address too; the next run of a sweep in this process must not take it for the user's.
+            if environment is None:
+                os.environ.pop("MLFLOW_TRACKING_URI", None)
+            else:
+                os.environ["MLFLOW_TRACKING_URI"] = environment
             self.run.open()
             self._opened = True
             if self.run.resumed:
@@ -223,6 +229,19 @@ class RLMLFlowLogger(MLFlowLogger):
         artifact = f"samples/iteration_{iteration:06d}.json"
         self.log_text(json.dumps({"columns": columns, "data": data}, ensure_ascii=False), artifact)
         self._put(self._files, kind="table", path=artifact)
+
+    @rank_zero_only
+    def log_decisions(self, rows: list[dict[str, Any]]) -> None:
+        """Record what callbacks decided in one iteration and why, as lines of the artifact ``decisions.jsonl``.
+
+        A resumed run, which may be in another folder, writes ``decisions_resumed_2.jsonl`` at its second start.
+        """
+        _ = self.experiment  # counts the start
+        suffix = f"_resumed_{self.run.record.starts}" if self.run.resumed else ""
+        path = self.run_dir / FOLDER / f"decisions{suffix}.jsonl"
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        self.log_text(text + lines, path.name)
 
     @rank_zero_only
     def log_checkpoints(self, paths: list[str], *, latest: str, best: str = "") -> None:

@@ -59,7 +59,7 @@ class CompositeReward:
     def __call__(self, batch: RewardBatch) -> RewardOutput:
         """Score ``B`` responses; every term must give one finite number for each."""
         components = {name: evaluate(name, term.reward, batch) for name, term in self.terms.items()}
-        total = torch.zeros(len(batch))
+        total = torch.zeros(len(batch), dtype=torch.float32)
         for name, values in components.items():
             total += self.terms[name].weight * values
         return RewardOutput(total, components)

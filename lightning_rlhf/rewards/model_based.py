@@ -105,7 +105,7 @@ class RewardModel:
     def __call__(self, batch: RewardBatch) -> Tensor:
         """The model's scores ``[B]``, float32 on the CPU."""
         encoded = [self.encode(batch, i) for i in range(len(batch))]
-        scores = torch.zeros(len(batch))
+        scores = torch.zeros(len(batch), dtype=torch.float32)
         for rows in self._batches(encoded):
             scores[rows] = self._forward([encoded[i] for i in rows]).float().cpu()
         return scores

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.experience import PromptBatch, Rollout
+from lightning_rlhf.rollout.ahead import Ahead
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -59,6 +60,7 @@ class RolloutEngine(Protocol):
     """Draws responses to prompts."""
 
     sampling: Sampling
+    ahead: Ahead
 
     def setup(self, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         """Bind the engine to the trainer's language model and tokenizer; called once, before any other method."""
@@ -77,10 +79,17 @@ class RolloutEngine(Protocol):
         """
 
     def update_weights(self, version: int) -> None:
-        """Take over the trainer's weights; rollouts drawn from here on carry ``version``."""
+        """Take over the trainer's weights; rollouts drawn from here on carry ``version``, the iterations trained.
+
+        Never called while :meth:`generate` runs, which with ``ahead.lag = 1`` is called from a thread of its own and
+        must not read weights that training changes meanwhile.
+        """
 
     def describe(self) -> dict[str, Any]:
         """Every setting in force, as plain values for the log."""
+
+    def close(self) -> None:
+        """The run is over: free what the engine holds beyond the trainer's model."""
 
 
 def pad_left(ids: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,8 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from lightning_rlhf.rollout.binding import unwrapped
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -71,8 +73,7 @@ class CachedModel:
     """
 
     def __init__(self, lm: PreTrainedModel) -> None:
-        base_model = getattr(lm, "get_base_model", None)
-        self.lm: Any = lm if base_model is None else base_model()
+        self.lm: Any = unwrapped(lm)
         accepted = inspect.signature(self.lm.forward).parameters
         caches = [name for name in ("cache", "past_key_values") if name in accepted]  # the second until 5.23
         if not caches:
@@ -86,16 +87,6 @@ class CachedModel:
     @property
     def device(self) -> torch.device:
         return next(self.lm.parameters()).device
-
-    @property
-    def vocabulary(self) -> int:
-        """Number of ids the model can produce."""
-        return int(self.lm.config.get_text_config().vocab_size)
-
-    @property
-    def max_positions(self) -> int | None:
-        """Longest sequence the model was built for; ``None`` if its configuration names no limit."""
-        return getattr(self.lm.config.get_text_config(), "max_position_embeddings", None)
 
     def new_cache(self) -> DynamicCache:
         """An empty cache; sliding-window and recurrent layers keep the layer class their architecture asks for."""

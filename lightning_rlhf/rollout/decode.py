@@ -34,7 +34,7 @@ class Response:
     def empty(cls, rows: int, columns: int, device: torch.device) -> Response:
         return cls(
             ids=torch.zeros(rows, columns, dtype=torch.int64, device=device),
-            logprobs=torch.zeros(rows, columns, device=device),
+            logprobs=torch.zeros(rows, columns, dtype=torch.float32, device=device),
             lengths=torch.ones(rows, dtype=torch.int64, device=device),
             finish=torch.full((rows,), int(Finish.NATURAL), device=device),
         )

@@ -17,7 +17,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from lightning_rlhf.models.actor import Actor, backbone, lora_layers, output_head, position_ids, verify_head
+from lightning_rlhf.lora import lora_layers
+from lightning_rlhf.models.actor import Actor, backbone, output_head, position_ids, verify_head
 from lightning_rlhf.models.loading import LoadedModel, disable_dropout
 from lightning_rlhf.models.policy import build_policy
 from lightning_rlhf.models.tiny import character_tokenizer

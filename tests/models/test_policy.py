@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightning_rlhf.models.actor import lora_layers
+from lightning_rlhf.lora import lora_layers
 from lightning_rlhf.models.critic import SeparateCritic, SharedCritic
 from lightning_rlhf.models.loading import LoadedModel, assert_no_dropout, disable_dropout
 from lightning_rlhf.models.policy import build_policy

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightning_rlhf.models.actor import Actor, lora_layers
+from lightning_rlhf.lora import lora_layers
+from lightning_rlhf.models.actor import Actor
 from lightning_rlhf.models.loading import LoadedModel
 from lightning_rlhf.models.policy import build_policy
 from lightning_rlhf.models.reference import AdapterReference, FrozenReference, active_adapter, fingerprint

@@ -398,6 +398,23 @@ def test_samples_are_tables_for_mlflow(make: Make, tmp_path: Path) -> None:
     ]
 
 
+def test_decisions_are_lines_with_their_reasons_and_a_resumed_run_has_its_own(make: Make, tmp_path: Path) -> None:
+    def row(iteration: int, reason: str) -> dict[str, Any]:
+        return {"verb": "stop_epochs", "reason": reason, "iteration": iteration, "update": 4 * iteration}
+
+    logger = make()
+    logger.log_decisions([row(1, "kl"), row(1, "größer")])
+    logger.log_decisions([row(3, "clip fraction")])
+    logger.finalize("success")
+    text = artifact(logger, "decisions.jsonl", tmp_path)
+    assert [json.loads(line)["reason"] for line in text.splitlines()] == ["kl", "größer", "clip fraction"]
+    resumed = make(resume_from=logger.run_dir)
+    resumed.log_decisions([row(3, "again")])
+    assert [json.loads(line) for line in artifact(resumed, "decisions_resumed_2.jsonl", tmp_path).splitlines()] == [
+        row(3, "again")
+    ]
+
+
 def test_the_list_of_tables_fits_its_tag() -> None:
     tag = "[]"
     for iteration in [*range(1, 201), 200]:
@@ -544,6 +561,13 @@ def test_the_environment_names_the_store_unless_told_otherwise(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://localhost:1")
     assert make().tracking_uri == "http://localhost:1"
     assert make(tracking_uri=f"sqlite:///{store}/mlflow.db").tracking_uri.startswith("sqlite")
+
+
+def test_the_store_of_one_run_is_not_taken_for_the_users_choice_by_the_next(make: Make, tmp_path: Path) -> None:
+    first = make()
+    first.log_metrics({"my/a": 1.0}, step=1)
+    assert first.flush(30) and "MLFLOW_TRACKING_URI" not in os.environ
+    assert RLMLFlowLogger(tmp_path / "next", store_dir=tmp_path / "other").tracking_uri.endswith("other/mlflow.db")
 
 
 def test_a_plain_folder_is_refused(make: Make) -> None:

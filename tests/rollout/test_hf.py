@@ -322,6 +322,7 @@ def test_the_generation_config_of_the_checkpoint_does_not_act(
 
 def test_every_setting_is_described(llama: PreTrainedModel, bind: Callable) -> None:
     settings = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "samples": 2, "max_new_tokens": 8, "max_batch_tokens": 99}
+    settings |= {"lag": 1, "max_staleness": 2}
     described = bind(llama, eos=3, stop_token_ids=[4], **settings).describe()
     expected = {"engine": "hf", "stop_token_ids": [3, 4], "ignore_eos": False, "ignored_generation_config": {}}
     assert described == settings | expected

@@ -1,0 +1,134 @@
+"""Does the engine draw from the policy that is trained? Both sides score the same tokens."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import torch
+from lightning import Trainer
+from torch import Tensor
+
+from lightning_rlhf.callbacks.base import RLHFCallback
+from lightning_rlhf.experience import PromptBatch
+from lightning_rlhf.functional.stats import all_reduce_sum
+from lightning_rlhf.metrics.batch import MetricBatch
+from lightning_rlhf.module import ActorCriticModule
+
+log = logging.getLogger(__name__)
+
+LIMITS = {"float32": 1e-3, "low precision": 0.1, "rounded weights": 0.5}
+"""Mean |difference of log-probabilities| in nats per token that the coarser of the two sides explains."""
+
+
+class CalibrationError(RuntimeError):
+    """Engine and trainer disagree by more than their precision explains."""
+
+
+class Calibrate(RLHFCallback):
+    """Probes the engine before the first rollout of a fit and every ``every`` iterations, and ends a run that is wrong.
+
+    The engine answers some prompts of the iteration at hand, the trainer scores the very same tokens under the same
+    temperature. The weights are the same at that moment, so what remains is rounding. A gap beyond it means that
+    weights were not sent, or that the two sides do not mean the same by temperature, template or log-probability.
+
+    The probe draws from the rows' own seeds and moves no clock, so a run with it equals one without.
+
+    Args:
+        prompts: how many prompts of the iteration, each answered once.
+        tokens: longest answer; the gap does not grow with length, the cost does.
+        every: iterations between two probes.
+        limit: largest mean |log-probability difference| in nats per token. ``None``: 1e-3 where engine and trainer
+            compute in float32, 0.1 where one of them is in a lower precision, 0.5 where the engine's weights are
+            rounded (``rollout.quantization``, ``rollout.weight_bits``). With ``rollout.top_k`` or ``rollout.top_p`` set
+            the log-probabilities differ by the mass that was cut off, so ``None`` then reports and does not judge.
+    """
+
+    def __init__(self, prompts: int = 16, tokens: int = 32, every: int = 20, limit: float | None = None) -> None:
+        for name, value in (("prompts", prompts), ("tokens", tokens), ("every", every)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"callbacks.calibrate.{name} = {value!r} is not allowed: a whole number >= 1")
+        if limit is not None and not limit > 0:
+            raise ValueError(f"callbacks.calibrate.limit = {limit!r} is not allowed: a number > 0, or null")
+        self.prompts, self.tokens, self.every, self.limit = prompts, tokens, every, limit
+        self._first = True
+
+    def on_fit_start(self, trainer: Trainer, pl_module: ActorCriticModule) -> None:  # type: ignore[override]
+        self._first = True
+
+    def on_rollout_start(self, trainer: Trainer, module: ActorCriticModule, prompts: PromptBatch) -> None:
+        scheduled = (module.control.iteration - 1) % self.every == 0
+        if not (scheduled or self._first):
+            return
+        rollout, train_logprobs = module.probe(prompts.first(self.prompts), max_new_tokens=self.tokens)
+        numbers = compare(train_logprobs, rollout.rollout_logprobs, rollout.response_mask)
+        if scheduled:  # a resumed run probes once more, but logs what an uninterrupted one logs
+            for name, value in numbers.items():
+                module.control.report(name, value)
+        self._judge(numbers, module)
+        self._first = False
+
+    def _judge(self, numbers: dict[str, float], module: ActorCriticModule) -> None:
+        sampling = module.engine.sampling
+        if self.limit is None and sampling.truncated:
+            if self._first:
+                log.warning(
+                    "callbacks.calibrate only reports: with rollout.top_k = %s, rollout.top_p = %s the log-probs of "
+                    "engine and trainer differ anyway; set callbacks.calibrate.limit to judge them",
+                    sampling.top_k,
+                    sampling.top_p,
+                )
+            return
+        kind = coarsest(module)
+        limit = LIMITS[kind] if self.limit is None else self.limit
+        gap = numbers["calibrate/logprob_abs_diff_mean"]
+        if not gap <= limit:
+            raise CalibrationError(
+                f"iteration {module.control.iteration}: rollout engine and trainer disagree. The mean |log-probability "
+                f"difference| of the sampled tokens is {gap:.3g} nats, over the limit of {limit:g} ({kind}; "
+                f"callbacks.calibrate.limit). Largest {numbers['calibrate/logprob_abs_diff_max']:.3g} nats; mean "
+                f"|probability difference| {numbers['calibrate/probs_diff_mean']:.3g}, correlation "
+                f"{numbers['calibrate/probs_pearson_corr']:.4f}. Likely causes: weights that were not "
+                f"sent to the engine; another temperature there (here it is {sampling.temperature:g}), or "
+                "log-probabilities before it (raw mode); another model, tokenizer or chat template there."
+            )
+
+
+def compare(train_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
+    """How far two log-probabilities of the same tokens are apart, over all valid tokens of all ranks.
+
+    Args:
+        train_logprobs: ``[B, R]`` of the trainer.
+        rollout_logprobs: ``[B, R]`` of the engine.
+        mask: ``[B, R]`` bool, generated tokens.
+    """
+    train, rollout = train_logprobs.double(), rollout_logprobs.double()
+    gap = (train - rollout).abs()
+    difference = (train.exp() - rollout.exp()).abs()
+    batch = MetricBatch()
+    batch.mean("calibrate/logprob_abs_diff_mean", gap, mask)
+    batch.max("calibrate/logprob_abs_diff_max", gap, mask)
+    batch.mean("calibrate/probs_diff_mean", difference, mask, std="calibrate/probs_diff_std")
+    batch.max("calibrate/probs_diff_max", difference, mask)
+    return batch.compute() | {"calibrate/probs_pearson_corr": pearson(train.exp(), rollout.exp(), mask)}
+
+
+def pearson(x: Tensor, y: Tensor, mask: Tensor) -> float:
+    """Pearson correlation of the elements where ``mask`` is true, all ranks; 1 for equal, 0 for constant inputs."""
+    x, y = x[mask].double(), y[mask].double()
+    if bool(all_reduce_sum((x != y).sum()) == 0):
+        return 1.0
+    count, total_x, total_y = all_reduce_sum(torch.stack([torch.ones_like(x).sum(), x.sum(), y.sum()])).unbind()
+    x, y = x - total_x / count, y - total_y / count
+    xx, yy, xy = all_reduce_sum(torch.stack([(x * x).sum(), (y * y).sum(), (x * y).sum()])).tolist()
+    return xy / math.sqrt(xx * yy) if xx * yy > 0 else 0.0
+
+
+def coarsest(module: ActorCriticModule) -> str:
+    """The coarser precision of engine and trainer, a key of :data:`LIMITS`."""
+    engine = module.engine.describe()
+    if engine.get("weight_bits") is not None or engine.get("quantization") is not None:
+        return "rounded weights"
+    weights = {parameter.dtype for parameter in module.actor.parameters() if parameter.is_floating_point()}
+    exact = weights == {torch.float32} and str(module.trainer.precision).startswith("32")
+    return "float32" if exact and engine.get("dtype", "float32") == "float32" else "low precision"

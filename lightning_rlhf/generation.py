@@ -1,0 +1,112 @@
+"""Where the rollout of an iteration comes from: drawn on the spot, or ahead of it, whole or in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lightning_rlhf.experience import PromptBatch, Rollout
+from lightning_rlhf.memory import memory_policy
+from lightning_rlhf.metrics.batch import MetricBatch
+from lightning_rlhf.rollout import AheadRollouts
+from lightning_rlhf.rollout.parts import generate_in_parts
+
+if TYPE_CHECKING:
+    from lightning_rlhf.module import ActorCriticModule
+
+
+class RolloutSource:
+    """Asks the module's engine for responses, and with ``rollout.lag=1`` one iteration ahead."""
+
+    def __init__(self, module: ActorCriticModule) -> None:
+        self.module = module
+        self.drawn_late = False
+        """Whether rollouts run ahead and the last one had to be drawn on the spot."""
+        self._ahead = AheadRollouts()
+
+    def generate(self, prompts: PromptBatch, *, greedy: bool = False) -> Rollout:
+        """Responses drawn now, on the module's device."""
+        return self._request(prompts, greedy)().to(self.module.device)
+
+    def next(self, prompts: PromptBatch) -> Rollout:
+        """The rollout of this iteration: the one generated ahead, or else drawn now. Then the next one begins.
+
+        Raises:
+            RuntimeError: even the one drawn now is older than ``rollout.max_staleness`` allows.
+        """
+        module, ahead = self.module, self.module.engine.ahead
+        rollout = self._ahead.take(prompts)
+        if rollout is not None and self._too_stale(rollout):
+            rollout = None
+        self.drawn_late = rollout is None and ahead.lag > 0
+        if rollout is None:
+            rollout = self.generate(prompts)
+            if self._too_stale(rollout):
+                raise RuntimeError(
+                    f"the engine still draws with weights {int(self.staleness(rollout).max())} iterations old, which "
+                    f"rollout.max_staleness = {ahead.max_staleness} forbids: its weights are not updated"
+                )
+        if ahead.lag and module.control.iteration < module.iterations:
+            following = module.trainer.datamodule.train_batch(module.control.iteration)  # type: ignore[attr-defined]
+            self._ahead.begin(self._request(following), module.device)
+        return rollout.to(module.device)
+
+    def wait(self) -> None:
+        """Until nothing is generated; weights may change afterwards."""
+        self._ahead.wait()
+
+    def close(self) -> None:
+        """End the thread of rollouts generated ahead."""
+        self._ahead.close()
+
+    def staleness(self, rollout: Rollout) -> Tensor:
+        """``[B]`` iterations by which the weights that drew each sample lie behind the policy."""
+        return self.module.control.iteration - 1 - rollout.policy_version
+
+    def measure(self, rollout: Rollout, metrics: MetricBatch) -> None:
+        """Add the metrics of staleness."""
+        staleness = self.staleness(rollout).float()
+        metrics.mean("rollout/staleness_mean", staleness)
+        metrics.max("rollout/staleness_max", staleness)
+
+    def check(self) -> None:
+        """Whether the data module can tell what comes next, where rollouts run ahead.
+
+        Raises:
+            RuntimeError: it cannot.
+        """
+        data = getattr(self.module.trainer, "datamodule", None)
+        if self.module.engine.ahead.lag and not hasattr(data, "train_batch"):
+            raise RuntimeError(
+                "rollout.lag = 1 needs a data module with a method train_batch(index) -> PromptBatch, such as "
+                "PromptDataModule; this one has none"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rollout generated ahead, if there is one."""
+        return self._ahead.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with a rollout generated ahead; without ``rollout.lag`` it would be off-policy, and is dropped."""
+        if self.module.engine.ahead.lag:
+            self._ahead.load_state_dict(state, self.module.device)
+
+    def _request(self, prompts: PromptBatch, greedy: bool = False) -> Callable[[], Rollout]:
+        """The call of the engine with the settings in force now, whenever it is made; in parts if need be."""
+        module = self.module
+        draw = partial(
+            module.engine.generate,
+            samples=1 if greedy else module.engine.sampling.samples,
+            max_new_tokens=int(module.control.value("max_new_tokens")),
+            seed=module.seed,
+            greedy=greedy,
+        )
+        policy, pad_id = memory_policy(module.trainer), module.tokenizer.pad_token_id or 0
+        return partial(generate_in_parts, draw, prompts, policy, module.control, pad_id)
+
+    def _too_stale(self, rollout: Rollout) -> bool:
+        limit = self.module.engine.ahead.max_staleness
+        return limit is not None and bool((self.staleness(rollout) > limit).any())

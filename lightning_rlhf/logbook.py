@@ -1,0 +1,108 @@
+"""The numbers of an iteration on their way to loggers: clocks, times, knobs, decisions."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_rlhf.events import UpdateStats
+from lightning_rlhf.metrics.names import check
+
+if TYPE_CHECKING:
+    from lightning_rlhf.module import ActorCriticModule
+
+STABILITY_COUNTS = {
+    "stop_epochs": "epochs_stopped",
+    "skip_step": "steps_skipped",
+    "rollbacks": "rollbacks",
+    "nonfinite_steps": "nonfinite_steps",
+    "empty_minibatches": "empty_minibatches",
+    "oom_retry": "oom_retries",
+    "lower_learning_rate": "learning_rate_cuts",
+    "raise_kl_coefficient": "kl_brakes",
+    "shorten_responses": "length_cuts",
+}
+"""Cumulative counts of ``module.control`` and the metric each is logged as."""
+
+
+class Logbook:
+    """Takes times, adds up what the run has seen, and logs each iteration once."""
+
+    def __init__(self, module: ActorCriticModule) -> None:
+        self.module = module
+        self.progress = {"sequences": 0, "tokens": 0}
+        """What the whole run has trained on; in checkpoints."""
+        self._times: dict[str, float] = {}
+        self._start = 0.0
+
+    def begin_iteration(self) -> None:
+        """Start the clock of an iteration."""
+        self._times = {}
+        self._start = time.perf_counter()
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Log what happens inside as ``time/<name>``."""
+        start = time.perf_counter()
+        yield
+        self._times[name] = time.perf_counter() - start
+
+    def write(self, numbers: dict[str, float], update: UpdateStats) -> None:
+        """Complete the numbers of this iteration and hand them to loggers and the progress bar."""
+        module, control = self.module, self.module.control
+        self._times["iteration"] = time.perf_counter() - self._start
+        sequences, tokens = numbers.pop("batch/sequences"), numbers.pop("batch/tokens")
+        self.progress["sequences"] += int(sequences)
+        self.progress["tokens"] += int(tokens)
+        numbers |= {"ppo/epochs_used": update.epochs_used, "ppo/updates": update.steps}
+        numbers |= {"ppo/steps_skipped": update.steps_skipped, "kl/coefficient": control.value("kl_coefficient")}
+        numbers |= {f"lr/{g['name']}": g["lr"] for g in module.optimizers().param_groups}  # type: ignore[union-attr]
+        numbers |= self._control()
+        numbers |= {f"clock/{name}": count for name, count in self.progress.items()}
+        numbers |= {f"time/{name}": seconds for name, seconds in self._times.items()}
+        dropped = getattr(getattr(module.trainer, "datamodule", None), "dropped", None)
+        if dropped is not None:
+            numbers["data/prompts_dropped"] = sum(dropped.values())
+        numbers["perf/tokens_per_second"] = tokens / self._times["iteration"]
+        if torch.accelerator.is_available():
+            numbers["memory/peak_gib"] = torch.accelerator.max_memory_allocated(module.device) / 2**30
+            torch.accelerator.reset_peak_memory_stats(module.device)
+        numbers |= control.reported
+        check(numbers)
+        self._write_decisions()
+        # Lightning hands logged values to loggers only after the checkpoint of this iteration, as float32.
+        for logger in module.loggers:
+            logger.log_metrics(numbers, step=control.iteration)
+        module.log_dict(numbers, logger=False, on_step=True, on_epoch=False, batch_size=1)
+        bar = {"reward": numbers["reward/mean"], "kl": numbers.get("kl/ref", 0.0)}
+        bar["tok/s"] = numbers["perf/tokens_per_second"]
+        module.log_dict(bar, prog_bar=True, logger=False, on_step=True, on_epoch=False, batch_size=1)
+
+    def _control(self) -> dict[str, float]:
+        """Knobs, multipliers, counts and the two clocks."""
+        control = self.module.control
+        numbers = {f"knob/{name}": control.value(name) for name in control.knobs}
+        numbers |= {
+            f"stability/{name}_multiplier": math.prod(knob.multipliers.values())
+            for name, knob in control.knobs.items()
+            if knob.multipliers
+        }
+        numbers |= {f"stability/{name}": control.counts[verb] for verb, name in STABILITY_COUNTS.items()}
+        return numbers | {"clock/iteration": control.iteration, "clock/update": control.update}
+
+    def _write_decisions(self) -> None:
+        """Say every decision of this iteration with its reason, and hand it to loggers that keep such a list."""
+        rows = [asdict(decision) for decision in self.module.control.decisions]
+        for row in rows:
+            rank_zero_info("iteration %(iteration)d: %(verb)s: %(reason)s", row)
+        for logger in self.module.loggers:
+            log_decisions = getattr(logger, "log_decisions", None)
+            if rows and log_decisions is not None:
+                log_decisions(rows)

@@ -1,0 +1,80 @@
+"""Out of memory: recognise it, free what the failed attempt held, and measure how full the device is."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+from lightning.pytorch.utilities.memory import is_oom_error
+
+if TYPE_CHECKING:
+    from lightning_rlhf.control import Control
+
+_Result = TypeVar("_Result")
+
+
+class OutOfMemory(RuntimeError):
+    """Out of memory with the smallest piece of work there is; says what was tried."""
+
+
+@runtime_checkable
+class MemoryPolicy(Protocol):
+    """What a callback offers that wants to be asked when memory runs out; the update and generation ask it."""
+
+    def after_update_oom(self, control: Control, tokens: int, error: str) -> None:
+        """Lower the knob ``micro_batch_tokens``; ``tokens`` is the size of the largest piece that was tried."""
+
+    def after_rollout_oom(self, control: Control, prompts: int, error: str) -> None:
+        """Prompts are generated in smaller parts from here on; ``prompts`` did not fit."""
+
+    @property
+    def prompts_at_once(self) -> int | None:
+        """Prompts that are generated together at most; ``None`` for no limit."""
+
+
+def memory_policy(trainer: Any) -> MemoryPolicy | None:
+    """The first of the trainer's callbacks that is one, or ``None``: errors then end the run."""
+    return next((callback for callback in trainer.callbacks if isinstance(callback, MemoryPolicy)), None)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether this is memory running out on a GPU, an NPU or the CPU, and no other error."""
+    return isinstance(error, torch.OutOfMemoryError) or is_oom_error(error) or "NPU out of memory" in str(error)
+
+
+def attempt(work: Callable[[], _Result]) -> tuple[_Result | None, str | None]:
+    """The result of ``work``, or ``None`` and the first line of the message if memory ran out.
+
+    Nothing of the failed attempt survives: once this returns, the exception with its traceback, and so the tensors in
+    the frames it went through, are gone. A retry inside the ``except`` block would find them still in memory.
+
+    Raises:
+        Exception: whatever else ``work`` raises.
+    """
+    try:
+        return work(), None
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return None, str(error).partition("\n")[0]
+
+
+def free_memory() -> None:
+    """Collect what is unreachable and hand the caching allocator's unused blocks back to the device."""
+    gc.collect()
+    if torch.accelerator.is_available():
+        # torch.cuda, torch.npu, torch.xpu, ...: the device module knows its cache.
+        torch.get_device_module(torch.accelerator.current_accelerator()).empty_cache()
+
+
+def peak_memory_share(device: torch.device) -> float | None:
+    """Largest share of the device's memory that tensors held since the peak was last reset; ``None`` on a CPU.
+
+    Tensors are counted and not what the allocator keeps in reserve, which never shrinks by itself.
+    """
+    if device.type == "cpu" or not torch.accelerator.is_available():
+        return None
+    _, total = torch.accelerator.get_memory_info(device)
+    return torch.accelerator.max_memory_allocated(device) / total

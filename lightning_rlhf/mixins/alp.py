@@ -1,0 +1,252 @@
+"""Learn under noise: adaptive layerwise perturbation (ALP, arXiv 2603.19470)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning import Callback
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+
+from lightning_rlhf.experience import Experience, MiniBatch
+from lightning_rlhf.functional.losses import PolicyLoss
+from lightning_rlhf.functional.stats import all_reduce_max
+from lightning_rlhf.metrics.batch import MetricBatch
+from lightning_rlhf.mixins.alp_comparison import PolicyComparison, RatioTails
+from lightning_rlhf.mixins.alp_schedule import GROUP, NoiseSchedule
+from lightning_rlhf.mixins.alp_settings import BLOCK, ALPSettings, alp_settings
+from lightning_rlhf.models.perturbation import Perturbation
+from lightning_rlhf.models.router_perturbation import RouterPerturbation
+from lightning_rlhf.settings import SettingError
+
+if TYPE_CHECKING:
+    from lightning_rlhf.module import ActorCriticModule, PolicyOutput
+
+    Base = ActorCriticModule
+else:
+    Base = object
+
+
+class ALPMixin(Base):
+    """Noise on the hidden states in the forward passes of updates, and only there; silent while its block is null.
+
+    The perturbed policy stands above the line of the PPO ratio: over the engine's probabilities (``unified``), where
+    one ratio covers staleness and the gap between engine and trainer, or over the trainer's own before the update
+    (``decoupled``). Generation, old and reference log-probabilities, evaluation and the weights sent to the engine or
+    exported are those of the plain policy.
+
+    Args:
+        alp: settings, see :class:`ALPSettings`; ``None`` switches the mixin off.
+
+    Attributes:
+        perturbation: the standard deviations of the layers; saved in checkpoints, never exported with the weights.
+        router_perturbation: those of the routers of a mixture of experts.
+
+    Raises:
+        SettingError: a value is not allowed, or the engine reports no log-probabilities to divide by.
+        ValueError: the decoder layers or the routers of the model cannot be found.
+    """
+
+    def __init__(self, *args: Any, alp: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.perturbation: Perturbation | None = None
+        self.router_perturbation: RouterPerturbation | None = None
+        self._alp: _State | None = None
+        settings = alp_settings(alp)
+        if settings is None:
+            return
+        if settings.ratio == "unified" and not getattr(self.engine, "reports_logprobs", True):
+            engine = type(self.engine).__name__
+            raise SettingError(f"{BLOCK}.ratio", "unified", f"decoupled: {engine} reports no log-probabilities")
+        lm: Any = self.actor.lm
+        self.perturbation = Perturbation(
+            lm,
+            init_sigma=settings.init_sigma,
+            granularity=settings.granularity,
+            layers=settings.layers,
+            layer_range=settings.layer_range,
+            bits=settings.quantise_bits,
+            seed=self.seed,
+        )
+        if settings.router is not None:
+            self.router_perturbation = RouterPerturbation(
+                lm, self.perturbation, init_sigma=settings.router.init_sigma, target=settings.router.target
+            )
+        self._alp = _State(settings, NoiseSchedule(settings, self.perturbation, self.router_perturbation))
+
+    # --- extension points --------------------------------------------------------------------------------------------
+
+    def actor_logprobs(self, minibatch: MiniBatch) -> PolicyOutput:
+        """The perturbed policy; at times the plain one beside it, to compare."""
+        state = self._alp
+        if state is None or self.perturbation is None:
+            return super().actor_logprobs(minibatch)
+        part, mask = state.next_part(self.control.iteration), minibatch.concatenated()[1]
+        with self.perturbation.noise(step=self.control.iteration, part=part, rank=self.global_rank, mask=mask):
+            output = super().actor_logprobs(minibatch)
+        if state.compares(self.control.iteration):
+            with torch.no_grad():
+                plain = super().actor_logprobs(minibatch)
+            state.comparison.add(minibatch, output.logprobs, plain.logprobs)
+        return output
+
+    def prepare_experience(self, experience: Experience) -> MetricBatch | None:
+        """Unified: tokens whose engine log-probability is missing leave the loss; weights on top are refused."""
+        metrics = super().prepare_experience(experience)
+        if self._unified:
+            if experience.is_weights is not None:
+                raise SettingError(f"{BLOCK}.ratio", "unified", "decoupled where importance weights are on: the ratio "
+                                   "perturbed current / engine contains them already")  # fmt: skip
+            experience.loss_mask = experience.require("loss_mask") & experience.rollout_logprobs.isfinite()
+        return metrics
+
+    def policy_loss(self, minibatch: MiniBatch, logprobs: Tensor) -> PolicyLoss:
+        """Unified: the engine's log-probabilities stand for the old ones."""
+        if self._unified:
+            minibatch = replace(minibatch, old_logprobs=minibatch.rollout_logprobs)
+        return super().policy_loss(minibatch, logprobs)
+
+    def extra_losses(self, minibatch: MiniBatch) -> dict[str, Tensor]:
+        """Balance of the experts: each micro-batch's own, weighted by its share of the minibatch's tokens."""
+        losses = super().extra_losses(minibatch)
+        if self._alp is not None and self.router_perturbation is not None and self._alp.settings.router is not None:
+            share = minibatch.require("loss_mask").sum() / max(minibatch.tokens, 1.0)
+            losses["alp/balance_loss"] = self._alp.settings.router.balance * share * self.router_perturbation.balance()
+        return losses
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """The group ``alp`` beside the others."""
+        groups = super().parameter_groups()
+        if self._alp is not None:
+            parts = (self.perturbation, self.router_perturbation)
+            groups.append(
+                {
+                    "name": GROUP,
+                    "params": [part.log_sigma for part in parts if part is not None],
+                    "lr": self._alp.settings.lr,
+                    "weight_decay": 0.0,
+                    "clip_norm": self._alp.schedule.clip_norm,
+                    "warmup_iterations": 0,
+                }
+            )
+        return groups
+
+    def update_metrics(self) -> dict[str, float]:
+        """Sigma of every layer, its learning, and the last comparison."""
+        numbers = super().update_metrics()
+        state = self._alp
+        if state is None or self.perturbation is None:
+            return numbers
+        for index, sigma in zip(self.perturbation.indices, self.perturbation.sigmas().tolist(), strict=True):
+            numbers[f"alp/sigma_layer_{index:02d}"] = sigma
+        numbers |= {
+            "alp/lr_factor": state.schedule.rate(self.control.update),
+            "alp/clip_norm": state.schedule.clip_norm,
+        }
+        router = self.router_perturbation
+        if router is not None:
+            for index, sigma in zip(router.indices, router.sigmas().tolist(), strict=True):
+                numbers[f"alp/sigma_router_{index:02d}"] = sigma
+            numbers["alp/utilisation_max"] = float(router.utilisation.max())
+        return numbers | state.finish_comparison()
+
+    # --- the optimiser -----------------------------------------------------------------------------------------------
+
+    def set_learning_rates(self, progress: float, step: float) -> None:
+        """The schedule of all groups, times what the noise's own schedule allows."""
+        super().set_learning_rates(progress, step)
+        if self._alp is not None:
+            for group in self.optimizers().param_groups:  # type: ignore[union-attr]
+                if group["name"] == GROUP:
+                    group["lr"] *= self._alp.schedule.rate(self.control.update)
+                    group["clip_norm"] = self._alp.schedule.clip_norm
+
+    def configure_callbacks(self) -> list[Callback]:
+        """The noise's schedule, which wants to hear of every minibatch."""
+        callbacks = list(super().configure_callbacks())  # type: ignore[arg-type]
+        return callbacks if self._alp is None else [*callbacks, self._alp.schedule]
+
+    # --- checks and figures ------------------------------------------------------------------------------------------
+
+    def setup(self, stage: str) -> None:
+        """Warn where noise would be rounded away."""
+        super().setup(stage)
+        dtype = self.actor.lm.dtype
+        if self._alp is not None and torch.finfo(dtype).bits < 32 and 0 < self._alp.settings.init_sigma < 1e-2:
+            rank_zero_warn(
+                f"{BLOCK}: hidden states are {dtype}, with steps of {torch.finfo(dtype).eps:.0e} of a number: noise of "
+                f"init_sigma = {self._alp.settings.init_sigma:g} is mostly rounded away. trainer=bf16 (bf16-mixed) "
+                "keeps them in float32"
+            )
+
+    def sigma_difference(self) -> float:
+        """Largest difference of a log sigma between two ranks; 0 is right. Called on every rank."""
+        parts = [part.log_sigma.detach().flatten() for part in (self.perturbation, self.router_perturbation) if part]
+        if not parts:
+            return 0.0
+        flat = torch.cat(parts)
+        flat = flat[flat.isfinite()].double()  # a sigma of 0 is 0 on every rank
+        if not flat.numel():
+            return 0.0
+        return float((all_reduce_max(flat) + all_reduce_max(-flat)).max())
+
+    def sigma_by_layer(self) -> dict[int, float]:
+        """For figures: the standard deviation of each perturbed layer by its number."""
+        if self.perturbation is None:
+            return {}
+        return dict(zip(self.perturbation.indices, self.perturbation.sigmas().tolist(), strict=True))
+
+    @property
+    def ratio_tails(self) -> list[RatioTails]:
+        """For figures: tails of the ratio by token probability, with and without noise, at the last comparison."""
+        return [] if self._alp is None else self._alp.tails
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Every checkpoint says how far sigma differs between ranks, and warns if it does."""
+        super().on_save_checkpoint(checkpoint)
+        if self._alp is not None:
+            difference = self.sigma_difference()
+            checkpoint["lightning_rlhf"]["alp"] = {"sigma_difference": difference}
+            if difference != 0:
+                rank_zero_warn(
+                    f"{BLOCK}: log sigma differs by {difference:.3g} between ranks; it must be the same on all"
+                )
+
+    @property
+    def _unified(self) -> bool:
+        return self._alp is not None and self._alp.settings.ratio == "unified"
+
+
+@dataclass
+class _State:
+    """What the mixin keeps beside the parameters; nothing of it outlives an iteration but the figures' data."""
+
+    settings: ALPSettings
+    schedule: NoiseSchedule
+    comparison: PolicyComparison = field(default_factory=PolicyComparison)
+    tails: list[RatioTails] = field(default_factory=list)
+    _iteration: int = -1
+    _parts: int = 0
+
+    def next_part(self, iteration: int) -> int:
+        """The number of the next forward pass of an iteration, whatever was repeated or skipped in it."""
+        self._parts = self._parts + 1 if iteration == self._iteration else 0
+        self._iteration = iteration
+        return self._parts
+
+    def compares(self, iteration: int) -> bool:
+        """Whether the plain policy is wanted beside the perturbed one: for the first micro-batch of an epoch."""
+        due = self.schedule.epoch_began and (iteration - 1) % self.settings.compare_every == 0
+        self.schedule.epoch_began = False
+        return due
+
+    def finish_comparison(self) -> dict[str, float]:
+        """The metrics of what was compared in this iteration, if anything was."""
+        if not len(self.comparison):
+            return {}
+        numbers, self.tails = self.comparison.metrics(), self.comparison.tails()
+        self.comparison = PolicyComparison()
+        return numbers

@@ -1,0 +1,80 @@
+"""The policy with and without its noise, beside the engine's: distances, and the tails of the ratio."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_rlhf.experience import MiniBatch
+from lightning_rlhf.functional.kl import kl_estimate
+from lightning_rlhf.functional.stats import all_reduce_sum
+
+BINS = 10
+
+
+class RatioTails(NamedTuple):
+    """Percentiles of log(trainer / engine) of tokens whose engine probability lies in ``[low, high)``."""
+
+    low: float
+    high: float
+    tokens: int
+    plain: tuple[float, float]
+    """P2 and P98 without noise."""
+    perturbed: tuple[float, float]
+    """P2 and P98 with noise."""
+
+
+class PolicyComparison:
+    """Log-probabilities of the same tokens under three policies, gathered over a few micro-batches."""
+
+    def __init__(self) -> None:
+        self._parts: list[Tensor] = []
+
+    def __len__(self) -> int:
+        """Micro-batches gathered."""
+        return len(self._parts)
+
+    @torch.no_grad()
+    def add(self, minibatch: MiniBatch, perturbed: Tensor, plain: Tensor) -> None:
+        """Take in the valid tokens of a micro-batch; ``perturbed`` and ``plain`` are ``[B, R]``."""
+        rollout = minibatch.rollout_logprobs
+        mask = minibatch.require("loss_mask") & rollout.isfinite()
+        self._parts.append(torch.stack([plain[mask], perturbed[mask], rollout[mask]]).double())
+
+    def metrics(self) -> dict[str, float]:
+        """KL(plain || perturbed), estimator k3, and both correlations with the engine's probabilities, of all ranks.
+
+        A correlation is absent where one of the two does not vary. Every rank calls this equally often.
+        """
+        plain, perturbed, rollout = self._tokens()
+        kl = kl_estimate(plain, perturbed, "k3").sum()
+        p, q, e = plain.exp(), perturbed.exp(), rollout.exp()
+        products = [x.sum() for x in (p, q, e, p * p, q * q, e * e, p * e, q * e)]
+        n, kl, *sums = all_reduce_sum(torch.stack([plain.new_tensor(plain.numel()), kl, *products])).tolist()
+        numbers = {"alp/kl_perturbed": kl / max(n, 1.0)}
+        p1, q1, e1, p2, q2, e2, pe, qe = sums
+        for name, x1, x2, xe in (("plain", p1, p2, pe), ("perturbed", q1, q2, qe)):
+            spread = (n * x2 - x1 * x1) * (n * e2 - e1 * e1)
+            if spread > 0:
+                numbers[f"alp/correlation_{name}"] = (n * xe - x1 * e1) / spread**0.5
+        return numbers
+
+    def tails(self) -> list[RatioTails]:
+        """The percentiles by tenths of the engine's probability, of **this rank's** tokens; no empty tenths."""
+        plain, perturbed, rollout = self._tokens()
+        place = (rollout.exp() * BINS).long().clamp(0, BINS - 1)
+        wanted = plain.new_tensor([0.02, 0.98])
+        found = []
+        for index in range(BINS):
+            here = place == index
+            if here.any():
+                pairs = [torch.quantile((x - rollout)[here], wanted).tolist() for x in (plain, perturbed)]
+                edges = index / BINS, (index + 1) / BINS
+                found.append(RatioTails(*edges, int(here.sum()), tuple(pairs[0]), tuple(pairs[1])))
+        return found
+
+    def _tokens(self) -> Tensor:
+        """``[3, N]``: plain, perturbed, engine."""
+        return torch.cat(self._parts, dim=1)

@@ -1,0 +1,99 @@
+"""The part that runs inside a vLLM server: it fetches the trainer's weights and writes them into the model.
+
+vLLM's option for it: ``--worker-extension-cls lightning_rlhf.rollout.extension.WeightReceiver``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import safetensors.torch
+from torch import Tensor
+
+from lightning_rlhf.rollout.receiver import receive
+
+TIMEOUT = 120.0
+"""Seconds without a byte from the trainer after which a transfer has failed."""
+
+
+class WeightReceiver:
+    """Methods that vLLM adds to its workers; the trainer calls them by ``/collective_rpc``.
+
+    They return what went wrong instead of raising it: an exception would reach the trainer as a bare HTTP 500.
+    """
+
+    model_runner: Any
+    vllm_config: Any
+
+    def rlhf_describe(self) -> dict[str, Any]:
+        """What the trainer checks before it sends work."""
+        model, parallel = self.vllm_config.model_config, self.vllm_config.parallel_config
+        return {
+            "model": str(model.model),
+            "architectures": list(model.architectures),
+            "vocabulary": int(model.get_vocab_size()),
+            "max_model_len": int(model.max_model_len),
+            "logprobs_mode": str(model.logprobs_mode),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "quantization": model.quantization,
+            "tensor_parallel_size": int(parallel.tensor_parallel_size),
+        }
+
+    def rlhf_receive(self, source: str, token: str, label: str) -> dict[str, Any]:
+        """Replace all weights by those that the trainer offers at ``source`` under ``label``.
+
+        After an error the weights are a mixture; the trainer gives such a server no work until a transfer succeeds.
+
+        Args:
+            source: address of the trainer's :class:`~lightning_rlhf.rollout.store.WeightStore`, ``http://host:port``.
+            token: its bearer token.
+            label: the weights that are wanted; others are refused.
+
+        Returns:
+            ``{"label": label, "parameters": number written}``, or ``{"error": why}``.
+        """
+        try:
+            weights = fetch(source, token, label)
+            receipt = receive(self, weights)
+            receipt.check()
+        except Exception as error:  # whatever a model's loader raises is the answer
+            return {"error": f"{type(error).__name__}: {error}"}
+        return {"label": label, "parameters": receipt.parameters}
+
+
+def fetch(source: str, token: str, label: str) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors, part by part; no more than one part is held.
+
+    Raises:
+        ValueError: the trainer refuses, holds other weights, or a part's checksum is wrong.
+        OSError: the trainer cannot be reached, or the connection broke.
+    """
+    address = urlsplit(source)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=TIMEOUT)
+    try:
+        manifest = json.loads(_get(connection, "/manifest", token))
+        if manifest["label"] != label:
+            raise ValueError(f"the trainer at {source} holds the weights {manifest['label']!r}, not {label!r}")
+        for index, digest in enumerate(manifest["sha256"]):
+            payload = _get(connection, f"/{label}/{index}", token)
+            if hashlib.sha256(payload).hexdigest() != digest:
+                raise ValueError(f"part {index} of the weights {label} was damaged on its way: its sha256 is wrong")
+            yield from safetensors.torch.load(payload).items()
+    except OSError as error:
+        raise OSError(f"no weights from the trainer at {source} ({error}); is rollout.weights_host right?") from error
+    finally:
+        connection.close()
+
+
+def _get(connection: http.client.HTTPConnection, path: str, token: str) -> bytes:
+    connection.request("GET", path, headers={"Authorization": f"Bearer {token}"})
+    response = connection.getresponse()
+    payload = response.read()
+    if response.status != 200:
+        raise ValueError(f"the trainer answers {response.status} {payload.decode(errors='replace')}")
+    return payload

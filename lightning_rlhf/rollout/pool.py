@@ -1,0 +1,245 @@
+"""Work spread over several servers: by load, again where a server died, and to no server with old weights."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, TypeVar
+
+from lightning_rlhf.rollout.server import Server, ServerFailed, ServerMismatch
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+Action = Callable[[Server], None]
+
+
+class ServersGone(RuntimeError):
+    """No server was left and none returned in time, or one piece of work failed wherever it was sent."""
+
+
+@dataclass(eq=False)
+class Member:
+    """A server of the pool."""
+
+    server: Server
+    ready: bool = False
+    """Whether it may be given work: it holds the current weights."""
+    error: ServerFailed | None = None
+    """Why it is not ready."""
+    lives: int = 0
+    """How often it was dropped; a request knows in which life it was sent."""
+    probe: Future[None] | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One response that is wanted."""
+
+    index: int
+    prompt: int
+    """Rows of one prompt go to one server where possible: its prefix cache has the prompt already."""
+    tokens: int
+    """Prompt and longest response: what the row may cost."""
+
+
+class ServerPool:
+    """Servers and what is known of them. Only one thread at a time may use it.
+
+    Args:
+        servers: at least one.
+        per_server: requests that a server is given at a time.
+        retries: how often to look for a server when there is none, and how often to send one row again.
+        retry_seconds: between two looks at a server that was dropped; doubled each time when there is none.
+    """
+
+    def __init__(self, servers: Sequence[Server], *, per_server: int, retries: int, retry_seconds: float) -> None:
+        self.members = [Member(server) for server in servers]
+        self.per_server, self.retries, self.retry_seconds = per_server, retries, retry_seconds
+        self._threads: ThreadPoolExecutor | None = None
+
+    @property
+    def ready(self) -> list[Member]:
+        """The servers that may be given work."""
+        return [member for member in self.members if member.ready]
+
+    def bring_up(self, action: Action) -> None:
+        """Do what makes a server ready, for all at once; those where it fails are dropped."""
+        self.finish_probes(wait=True)
+        jobs = [(member, self.submit(action, member.server)) for member in self.members]
+        for member, job in jobs:
+            self._conclude(member, job)
+
+    def require(self, action: Action) -> None:
+        """Return when a server is ready; while there is none, look for one with growing pauses.
+
+        Raises:
+            ServersGone: after ``retries`` looks; at once where a server can never be used as it was started.
+        """
+        self.finish_probes(wait=True)
+        for attempt in range(self.retries + 1):
+            if self.ready:
+                return
+            if attempt:
+                pause = self.retry_seconds * 2 ** (attempt - 1)
+                log.warning("no rollout server is ready; next look in %.3g s (%d of %d)", pause, attempt, self.retries)
+                time.sleep(pause)
+            self.bring_up(action)
+            if not self.ready and any(isinstance(member.error, ServerMismatch) for member in self.members):
+                break
+        if not self.ready:
+            raise ServersGone(f"no rollout server is left. {self.causes()}")
+
+    def causes(self) -> str:
+        """Every server that is not ready, and why."""
+        return "; ".join(f"{m.server.url}: {m.error or 'not asked yet'}" for m in self.members if not m.ready)
+
+    def run(self, rows: Sequence[Row], draw: Callable[[Server, Row], Result], action: Action) -> list[Result]:
+        """The results of all rows, each counted once, in the order of the rows.
+
+        Args:
+            rows: numbered from 0.
+            draw: asks a server for one row; called from several threads.
+            action: makes a dropped server ready that has returned.
+
+        Raises:
+            ServersGone: see :meth:`require`; or a row failed ``retries + 1`` times.
+            Exception: whatever else ``draw`` raises.
+        """
+        return _Run(self, rows, draw, action).finish()
+
+    def close(self) -> None:
+        """End all requests and threads; the pool can be used again."""
+        for member in self.members:
+            member.server.disconnect()
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
+            self._threads = None
+
+    # --- what a run does with a server -------------------------------------------------------------------------------
+
+    def submit(self, job: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Run a job in a thread of the pool, of which there is one for each request and probe that may be running."""
+        if self._threads is None:
+            threads = (self.per_server + 1) * len(self.members)
+            self._threads = ThreadPoolExecutor(threads, thread_name_prefix="rollout-server")
+        return self._threads.submit(job, *arguments)
+
+    def drop(self, member: Member, error: ServerFailed) -> None:
+        """Give a server no more work; what it was doing is broken off."""
+        log.warning("rollout server %s is dropped: %s", member.server.url, error)
+        member.ready, member.error = False, error
+        member.lives += 1
+        member.server.disconnect()
+
+    def probe(self, action: Action, wake: Callable[[], None]) -> None:
+        """Look whether dropped servers are back, without waiting; ``wake`` is called when one look has ended."""
+        self.finish_probes()
+        for member in self.members:
+            if not member.ready and member.probe is None:
+                member.probe = self.submit(action, member.server)
+                member.probe.add_done_callback(lambda _: wake())
+
+    def finish_probes(self, *, wait: bool = False) -> None:
+        """Take note of what probes have found out."""
+        for member in self.members:
+            if member.probe is not None and (wait or member.probe.done()):
+                job, member.probe = member.probe, None
+                self._conclude(member, job)
+
+    def _conclude(self, member: Member, job: Future[None]) -> None:
+        """Ready, or dropped with the reason; said once, not at every look."""
+        try:
+            job.result()
+        except ServerFailed as error:
+            if member.ready or member.error is None:
+                self.drop(member, error)
+            member.error = error
+            return
+        if member.error is not None:
+            log.warning("rollout server %s is back", member.server.url)
+        member.ready, member.error = True, None
+
+
+class _Run(Generic[Result]):
+    """One batch. All decisions are taken in the thread that called; the others only wait for servers."""
+
+    def __init__(
+        self, pool: ServerPool, rows: Sequence[Row], draw: Callable[[Server, Row], Result], action: Action
+    ) -> None:
+        self.pool, self.draw, self.action = pool, draw, action
+        self.rows = len(rows)
+        self.pending = deque(rows)
+        self.results: dict[int, Result] = {}
+        self.failures: Counter[int] = Counter()
+        self.home: dict[int, Member] = {}
+        self.requests: Counter[Member] = Counter()
+        self.tokens: Counter[Member] = Counter()
+        # A row, where it was sent, in which life of that server, and its outcome; or nothing: a probe has ended.
+        self.events: SimpleQueue[tuple[Row, Member, int, Future[Result]] | None] = SimpleQueue()
+
+    def finish(self) -> list[Result]:
+        next_probe = time.monotonic()
+        try:
+            while len(self.results) < self.rows:
+                if not self.pool.ready and not self.requests.total():
+                    self.pool.require(self.action)
+                if time.monotonic() >= next_probe:
+                    self.pool.probe(self.action, lambda: self.events.put(None))
+                    next_probe = time.monotonic() + self.pool.retry_seconds
+                self._assign()
+                self._await_event(next_probe - time.monotonic())
+        finally:
+            for member in self.requests:
+                if self.requests[member]:
+                    member.server.disconnect()
+        return [self.results[index] for index in range(self.rows)]
+
+    def _assign(self) -> None:
+        """Hand out rows: to the server that has the prompt already, else to the one with the fewest tokens to do."""
+        while self.pending:
+            free = [member for member in self.pool.ready if self.requests[member] < self.pool.per_server]
+            if not free:
+                return
+            row = self.pending.popleft()
+            member = self.home.get(row.prompt)
+            if member not in free:
+                member = self.home[row.prompt] = min(free, key=lambda m: self.tokens[m])
+            self._send(row, member)
+
+    def _send(self, row: Row, member: Member) -> None:
+        self.requests[member] += 1
+        self.tokens[member] += row.tokens
+        life = member.lives
+        job = self.pool.submit(self.draw, member.server, row)
+        job.add_done_callback(lambda done: self.events.put((row, member, life, done)))
+
+    def _await_event(self, seconds: float) -> None:
+        """Wait for one row or probe, at most so long, and act on it."""
+        try:
+            event = self.events.get(timeout=max(0.0, seconds))
+        except Empty:
+            return
+        if event is None:
+            self.pool.finish_probes()
+            return
+        row, member, life, job = event
+        self.requests[member] -= 1
+        self.tokens[member] -= row.tokens
+        try:
+            self.results[row.index] = job.result()
+        except ServerFailed as error:
+            if member.ready and member.lives == life:
+                self.pool.drop(member, error)
+            self.failures[row.index] += 1
+            if self.failures[row.index] > self.pool.retries:
+                raise ServersGone(
+                    f"one response was asked for {self.failures[row.index]} times and never came; last: {error}. "
+                    f"{self.pool.causes()}"
+                ) from error
+            self.pending.appendleft(row)

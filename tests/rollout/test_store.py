@@ -1,0 +1,40 @@
+"""The trainer's side of a weight transfer by HTTP."""
+
+from __future__ import annotations
+
+import copy
+import http.client
+
+import torch
+
+from lightning_rlhf.rollout.store import WeightStore, in_parts
+
+
+def test_weights_are_cut_into_parts_and_put_together_again():
+    weights = [(f"w{i}", torch.full((size,), float(i))) for i, size in enumerate((10, 10, 30, 5, 1))]
+    parts = [list(part) for part in in_parts(iter(weights), size=80)]
+    assert parts == [["w0", "w1"], ["w2"], ["w3", "w4"]], (
+        "80 bytes are 20 numbers; a larger tensor is a part of its own"
+    )
+    transposed = torch.arange(6.0).reshape(2, 3).T
+    [part] = in_parts([("t", transposed)], size=80)
+    assert part["t"].is_contiguous() and torch.equal(part["t"], transposed)
+
+
+def test_the_store_answers_only_to_its_token_and_label():
+    store = WeightStore(part_bytes=100)
+    store.publish("run-1", [("w", torch.ones(3))])
+
+    def ask(path: str, token: str | None = None) -> int:
+        connection = http.client.HTTPConnection(store.url.removeprefix("http://"))
+        connection.request("GET", path, headers={"Authorization": f"Bearer {token or store.token}"})
+        return connection.getresponse().status
+
+    assert [ask(path) for path in ("/manifest", "/run-1/0", "/run-1/1", "/run-0/0", "/run-1/-1", "/")] == [
+        *(200, 200, 404, 404, 404, 404)
+    ]
+    assert ask("/manifest", "guess") == ask("/run-1/0", "guess") == 403
+    snapshot = copy.copy(store._parts)
+    store.publish("run-2", [("w", torch.zeros(3))])
+    assert ask("/run-1/0") == 404 and store._parts != snapshot
+    store.close()
