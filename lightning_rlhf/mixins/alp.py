@@ -171,9 +171,9 @@ class ALPMixin(Base):
 
     # --- checks and figures ------------------------------------------------------------------------------------------
 
-    def setup(self, stage: str) -> None:
+    def on_train_start(self) -> None:
         """Warn where noise would be rounded away."""
-        super().setup(stage)
+        super().on_train_start()
         dtype = self.actor.lm.dtype
         if self._alp is not None and torch.finfo(dtype).bits < 32 and 0 < self._alp.settings.init_sigma < 1e-2:
             rank_zero_warn(

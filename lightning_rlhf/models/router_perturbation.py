@@ -116,12 +116,15 @@ class RouterPerturbation(nn.Module):
             return
         mode = self._modes.pop()
         mode.__exit__(None, None, None)
-        if mode.product is None or self._perturbation[0].recomputing:
+        if mode.product is None:
             return
         probabilities = mode.product.float().softmax(-1).flatten(0, -2)
         if current.mask is not None:
             probabilities = probabilities[current.mask.flatten()]
-        self._shares[row] = probabilities.mean(0)
+        shares = probabilities.mean(0)
+        if self._perturbation[0].recomputing:
+            return  # a checkpoint compares what is saved for the backward pass, so all of the above is done again
+        self._shares[row] = shares
         with torch.no_grad():
             self._sums[row] += probabilities.sum(0)
             if row == 0:
