@@ -113,7 +113,7 @@ def test_held_out_answers_are_those_of_the_plain_model() -> None:
         module.engine.update_weights(0)
         data = prompts(module)
         data.setup("fit")
-        answers.append(module.generate(data.train_batch(0), greedy=True))
+        answers.append(module.engine.generate(data.train_batch(0), samples=1, max_new_tokens=6, seed=1, greedy=True))
     assert torch.equal(answers[0].response_ids, answers[1].response_ids)
     assert torch.equal(answers[0].rollout_logprobs, answers[1].rollout_logprobs)
 
