@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lightning import Trainer
 
@@ -52,7 +52,7 @@ class ALPFigures(RLHFCallback):
             raise RuntimeError("callbacks.alp_figures needs noise to draw: alp=default, or callbacks.alp_figures=null")
 
     def on_update_end(self, trainer: Trainer, module: ActorCriticModule, stats: UpdateStats) -> None:
-        sigmas: dict[int, float] = module.sigma_by_layer()  # type: ignore[attr-defined]
+        sigmas: dict[int, float] = cast(Any, module).sigma_by_layer()
         self.layers = list(sigmas)
         self.iterations.append(stats.iteration)
         self.sigmas.append(list(sigmas.values()))
@@ -62,7 +62,7 @@ class ALPFigures(RLHFCallback):
         iteration = self.iterations[-1]
         if trainer.is_global_zero and (iteration % self.every_n_iterations == 0 or iteration == module.iterations):
             self._write(trainer, "alp_sigma", iteration, sigma_figure(self.iterations, self.layers, self.sigmas))
-            tails: list[RatioTails] = module.ratio_tails  # type: ignore[attr-defined]
+            tails: list[RatioTails] = cast(Any, module).ratio_tails
             if tails:
                 self._write(trainer, "alp_ratio", iteration, ratio_figure(tails))
 
