@@ -1,9 +1,9 @@
 """What noise on the hidden states costs: one update of the actor with it against one without.
 
 An update is forward, backward and optimiser step on one minibatch of full rows; a critic, which would make the share of
-the noise smaller, is left out. Updates with and without noise alternate on the same model in one process; what is printed is
-the median of the ratios of neighbours. Memory: each version runs in a process of its own; the peak is that of the device,
-or on a CPU the largest resident memory.
+the noise smaller, is left out. Updates with and without noise alternate on the same model in one process; the ratio is
+the median of the ratios of neighbours. Memory: each version runs in a process of its own; the peak is that of the
+device, or on a CPU the largest resident memory.
 
     python -m benchmarks.alp smollm2            # SmolLM2-135M, float32; 8 rows of 64 + 64 tokens
     python -m benchmarks.alp smollm2 --device cuda --precision bf16
