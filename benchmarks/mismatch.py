@@ -66,7 +66,8 @@ class PerturbedEngine(HFEngine):
         options: dict[str, Any] = {"samples": samples, "max_new_tokens": max_new_tokens, "seed": seed, "greedy": greedy}
         if greedy:
             return super().generate(prompts, **options)
-        parameters = list(self._bound().lm.parameters())
+        model, _ = self._require_setup()
+        parameters = list(model.lm.parameters())
         kept = [parameter.detach().clone() for parameter in parameters]
         generator = torch.Generator().manual_seed(self.noise_seed)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 from difflib import get_close_matches
 from typing import Any
@@ -36,3 +37,17 @@ def locate(path: Any) -> Any:
             found, name = getattr(found, attribute), f"{name}.{attribute}"
         return found
     raise LookupError(f"there is no module {parts[0]!r}; is it in the current folder, installed, or on PYTHONPATH?")
+
+
+def parameters_of(target: Any) -> dict[str, inspect.Parameter]:
+    """Parameters of a callable; a cooperative ``__init__(*args, **kwargs)`` also takes those of the next in line."""
+    found: dict[str, inspect.Parameter] = {}
+    for cls in target.__mro__[:-1] if inspect.isclass(target) else ():
+        if "__init__" not in vars(cls):
+            continue
+        parameters = list(inspect.signature(vars(cls)["__init__"]).parameters.values())[1:]
+        named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        found = {p.name: p for p in named} | found
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return found
+    return dict(inspect.signature(target).parameters)  # no class, or each in line takes whatever it is given

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_rlhf.arithmetic import Arithmetic
-from lightning_rlhf.locate import locate
+from lightning_rlhf.locate import locate, parameters_of
 from lightning_rlhf.mixins.alp_settings import ALPSettings
 from lightning_rlhf.mixins.correction_settings import RolloutCorrectionSettings
 from lightning_rlhf.settings import PPOSettings, SettingError, build
@@ -203,20 +203,6 @@ def _arguments(key: str, node: Mapping[str, Any]) -> Iterator[Problem]:
         parameter = parameters[name]
         if parameter.default is parameter.empty and name not in given and not _is_reward_function(key, target):
             yield Problem(f"{key}.{name}", "missing", f"{path} needs it")
-
-
-def parameters_of(target: Any) -> dict[str, inspect.Parameter]:
-    """Parameters of a callable; a cooperative ``__init__(*args, **kwargs)`` also takes those of the next in line."""
-    found: dict[str, inspect.Parameter] = {}
-    for cls in target.__mro__[:-1] if inspect.isclass(target) else ():
-        if "__init__" not in vars(cls):
-            continue
-        parameters = list(inspect.signature(vars(cls)["__init__"]).parameters.values())[1:]
-        named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        found = {p.name: p for p in named} | found
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            return found
-    return dict(inspect.signature(target).parameters)  # no class, or each in line takes whatever it is given
 
 
 def _is_reward_function(key: str, target: Any) -> bool:

@@ -10,6 +10,7 @@ import pytest
 
 from lightning_rlhf import schema
 from lightning_rlhf.assembly import assemble
+from lightning_rlhf.locate import parameters_of
 from lightning_rlhf.mixins.correction_settings import correction_settings
 from lightning_rlhf.schema import ConfigError
 from lightning_rlhf.train import train
@@ -175,5 +176,5 @@ def test_parameters_of_a_cooperative_class_are_those_of_the_whole_line() -> None
 
     class Both(Mixin, Base): ...
 
-    assert list(schema.parameters_of(Both)) == ["first", "second", "mine"]
-    assert list(schema.parameters_of(Mixin)) == ["args", "mine", "kwargs"], "takes whatever it is given"
+    assert list(parameters_of(Both)) == ["first", "second", "mine"]
+    assert list(parameters_of(Mixin)) == ["args", "mine", "kwargs"], "takes whatever it is given"

@@ -15,7 +15,8 @@ from lightning_rlhf.functional.correction import Correction, Plan, correct
 from lightning_rlhf.functional.losses import PolicyLoss, reinforce_policy_loss
 from lightning_rlhf.functional.stats import select_valid
 from lightning_rlhf.metrics.batch import MetricBatch
-from lightning_rlhf.metrics.correction import CorrectionMetrics, Numbers
+from lightning_rlhf.metrics.correction import CorrectionMetrics
+from lightning_rlhf.metrics.correction_numbers import Numbers
 from lightning_rlhf.mixins.adaptive_limits import AdaptiveLimits
 from lightning_rlhf.mixins.correction_settings import BLOCK, RolloutCorrectionSettings, correction_settings
 from lightning_rlhf.settings import SettingError

@@ -14,7 +14,8 @@ import torch.multiprocessing as mp
 
 from lightning_rlhf.functional.correction import Plan, correct
 from lightning_rlhf.functional.rejection import parse_rules
-from lightning_rlhf.metrics.correction import PERCENTILES, TAIL_BINS, CorrectionMetrics, quantiles
+from lightning_rlhf.metrics.correction import PERCENTILES, TAIL_BINS, CorrectionMetrics
+from lightning_rlhf.metrics.correction_numbers import quantiles
 from lightning_rlhf.metrics.names import METRICS, check, find
 
 PLAN = Plan(
