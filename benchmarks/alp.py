@@ -37,8 +37,8 @@ class Update:
     """An actor with noise at hand, its optimiser and a fixed minibatch."""
 
     def __init__(self, workload: str, granularity: Any, device: str, precision: str) -> None:
-        lm: Any = load(workload).lm.to(device).train()
-        disable_dropout(lm)
+        lm: Any = load(workload).lm
+        disable_dropout(lm.to(device).train())
         self.actor, self.device, self.precision = Actor(lm), device, precision
         self.perturbation = Perturbation(lm, granularity=granularity)
         parameters = [*self.actor.parameters(), self.perturbation.log_sigma]

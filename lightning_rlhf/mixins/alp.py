@@ -18,6 +18,7 @@ from lightning_rlhf.metrics.batch import MetricBatch
 from lightning_rlhf.mixins.alp_comparison import PolicyComparison, RatioTails
 from lightning_rlhf.mixins.alp_schedule import GROUP, NoiseSchedule
 from lightning_rlhf.mixins.alp_settings import BLOCK, ALPSettings, alp_settings
+from lightning_rlhf.mixins.rollout_correction import check_engine
 from lightning_rlhf.models.perturbation import Perturbation
 from lightning_rlhf.models.router_perturbation import RouterPerturbation
 from lightning_rlhf.settings import SettingError
@@ -170,6 +171,12 @@ class ALPMixin(Base):
         return callbacks if self._alp is None else [*callbacks, self._alp.schedule]
 
     # --- checks and figures ------------------------------------------------------------------------------------------
+
+    def setup(self, stage: str) -> None:
+        """Unified: refuse an engine whose log-probabilities cannot be compared, and warn of one where they are biased."""
+        super().setup(stage)
+        if self._unified:
+            check_engine(self.engine, acts=True, block=BLOCK)
 
     def on_train_start(self) -> None:
         """Warn where noise would be rounded away."""

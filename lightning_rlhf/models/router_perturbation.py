@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_rlhf.functional.stats import all_reduce_sum
-from lightning_rlhf.models.actor import keep_dtype
+from lightning_rlhf.models.actor import Owned, keep_dtype
 from lightning_rlhf.models.perturbation import AddNoise, Perturbation, decoder_layers
 
 SMALLEST_SHARE = 0.01
@@ -131,7 +131,7 @@ class RouterPerturbation(nn.Module):
                 self._tokens += len(probabilities)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RouterPerturbation:
-        kept = [(self, "log_sigma", self.log_sigma), (self, "utilisation", self.utilisation)]
+        kept: list[Owned] = [(self, "log_sigma", self.log_sigma), (self, "utilisation", self.utilisation)]
         module = keep_dtype(self, super()._apply, fn, recurse, kept)
         self._sums, self._tokens = (tensor.to(self.log_sigma.device) for tensor in (self._sums, self._tokens))
         return module
@@ -161,7 +161,7 @@ def find_routers(lm: Any, layers: str) -> dict[int, nn.Module]:
     named = getattr(lm.get_decoder(), "_can_record_outputs", None) or {}
     recorded = named.get("router_logits", [])
     recorded = recorded if isinstance(recorded, (list, tuple)) else [recorded]
-    classes = tuple(getattr(entry, "target_class", entry) for entry in recorded)
+    classes: tuple[Any, ...] = tuple(getattr(entry, "target_class", entry) for entry in recorded)
     found = {
         index: module
         for index, layer in enumerate(decoder_layers(lm, layers)[1])

@@ -73,7 +73,12 @@ def test_noise_is_float32_whatever_the_hidden_states_are(dtype: torch.dtype) -> 
 def test_no_noise_is_kept_for_the_backward_pass() -> None:
     kept: list[torch.Size] = []
     hidden = torch.randn(2, 30, 40, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor.shape)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         AddNoise.apply(hidden, torch.tensor(0.1, requires_grad=True).log(), 3, None)
     assert max(shape.numel() for shape in kept) == 1
 
@@ -232,7 +237,7 @@ def test_the_gradient_of_sigma_is_that_of_finite_differences(make_lm: Any, batch
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_activation_checkpointing_changes_no_gradient(make_lm: Any, batch: Batch, architecture: str) -> None:
-    results = []
+    results: list[dict[str, Any]] = []
     for recompute in (False, True):
         lm = training(make_lm(architecture))
         if recompute:
