@@ -1,9 +1,9 @@
 """What noise on the hidden states costs: one update of the actor with it against one without.
 
-An update is forward, backward and optimiser step on one minibatch of full rows; a critic, which would make the share of
-the noise smaller, is left out. Updates with and without noise alternate on the same model in one process; the ratio is
-the median of the ratios of neighbours. Memory: each version runs in a process of its own; the peak is that of the
-device, or on a CPU the largest resident memory.
+An update is forward, backward and optimiser step on one minibatch of full rows; a critic, which would make the share
+of the noise smaller, is left out. Updates with and without noise alternate on the same model in one process; what is
+printed is the median of the ratios of neighbours. Memory: each version runs in a process of its own; the peak is that
+of the device, or on a CPU the largest resident memory.
 
     python -m benchmarks.alp smollm2            # SmolLM2-135M, float32; 8 rows of 64 + 64 tokens
     python -m benchmarks.alp smollm2 --device cuda --precision bf16
@@ -38,7 +38,8 @@ class Update:
 
     def __init__(self, workload: str, granularity: Any, device: str, precision: str) -> None:
         lm: Any = load(workload).lm
-        disable_dropout(lm.to(device).train())
+        lm = lm.to(device).train()
+        disable_dropout(lm)
         self.actor, self.device, self.precision = Actor(lm), device, precision
         self.perturbation = Perturbation(lm, granularity=granularity)
         parameters = [*self.actor.parameters(), self.perturbation.log_sigma]

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lightning import Trainer
 
 from lightning_rlhf.callbacks.base import RLHFCallback
 from lightning_rlhf.events import UpdateStats
+from lightning_rlhf.module import ActorCriticModule
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,22 +47,22 @@ class ALPFigures(RLHFCallback):
         self.sigmas: list[list[float]] = []
         """A row per iteration, a column per layer."""
 
-    def on_train_start(self, trainer: Trainer, module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, module: ActorCriticModule) -> None:  # type: ignore[override]
         if not getattr(module, "sigma_by_layer", dict)():
             raise RuntimeError("callbacks.alp_figures needs noise to draw: alp=default, or callbacks.alp_figures=null")
 
-    def on_update_end(self, trainer: Trainer, module: Any, stats: UpdateStats) -> None:
-        sigmas: dict[int, float] = module.sigma_by_layer()
+    def on_update_end(self, trainer: Trainer, module: ActorCriticModule, stats: UpdateStats) -> None:
+        sigmas: dict[int, float] = cast(Any, module).sigma_by_layer()
         self.layers = list(sigmas)
         self.iterations.append(stats.iteration)
         self.sigmas.append(list(sigmas.values()))
 
-    def on_train_batch_end(self, trainer: Trainer, module: Any, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, module: ActorCriticModule, *args: Any) -> None:  # type: ignore[override]
         """Draw once the iteration's comparison is known."""
         iteration = self.iterations[-1]
         if trainer.is_global_zero and (iteration % self.every_n_iterations == 0 or iteration == module.iterations):
             self._write(trainer, "alp_sigma", iteration, sigma_figure(self.iterations, self.layers, self.sigmas))
-            tails: list[RatioTails] = module.ratio_tails
+            tails: list[RatioTails] = cast(Any, module).ratio_tails
             if tails:
                 self._write(trainer, "alp_ratio", iteration, ratio_figure(tails))
 

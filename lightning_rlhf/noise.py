@@ -26,6 +26,8 @@ WARNINGS = (
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
     # The frozen reference model is meant to be.
     r"Found \d+ module\(s\) in eval mode at the start of training",
+    # vLLM opens a process group of one; the module reduces what it logs itself.
+    r"It is recommended to use `self.log\('[\w/]+', ..., sync_dist=True\)`",
     # Prompts are tokenised once; a data loader with worker processes would gain nothing.
     r"The '\w+_dataloader' does not have many workers",
 )

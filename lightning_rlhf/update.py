@@ -46,7 +46,10 @@ class UpdateLoop:
         trainer: Any = module.trainer
         scopes = {scope for callback in trainer.callbacks for scope in getattr(callback, "rollback_scopes", ())}
         self._obey_rollback()  # asked for in on_experience_ready: undoes the update before
-        self._copies = {scope: Snapshot.of(scope, self.optimizer) for scope in scopes if scope != "minibatch"}
+        actor = self._copies.get("actor")
+        self._copies = {scope: Snapshot.of(scope, self.optimizer) for scope in scopes if scope == "iteration"}
+        if "actor" in scopes:
+            self._copies["actor"] = Snapshot.of("actor", self.optimizer, over=actor)
         plan = MinibatchPlan(experience, self.settings.minibatch_size, module.seed, control.iteration)
         step = 1.0 / (self.settings.epochs * len(plan))
         epochs: list[EpochStats] = []
@@ -279,10 +282,17 @@ class Snapshot:
     state: dict[Tensor, dict[str, Any]] | None = None
 
     @classmethod
-    def of(cls, scope: Scope, optimizer: Any) -> Snapshot:
-        """A copy for ``scope``: of the actor's weights alone, or of everything."""
+    @torch.no_grad()
+    def of(cls, scope: Scope, optimizer: Any, over: Snapshot | None = None) -> Snapshot:
+        """A copy for ``scope``: of the actor's weights alone, or of everything; into the memory of ``over``."""
         groups = ["actor"] if scope == "actor" else None
-        weights = [p.detach().clone() for p in _parameters(optimizer, groups)]
+        parameters = _parameters(optimizer, groups)
+        # One from a checkpoint lies on the CPU and gives way to one on the device.
+        if over is None or any(w.device != p.device for w, p in zip(over.weights, parameters, strict=True)):
+            weights = [p.detach().clone() for p in parameters]
+        else:
+            weights = over.weights
+            torch._foreach_copy_(weights, parameters)
         return cls(weights, groups, None if groups else _copy_state(_plain(optimizer).state))
 
     @torch.no_grad()

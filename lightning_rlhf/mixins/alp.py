@@ -173,7 +173,7 @@ class ALPMixin(Base):
     # --- checks and figures ------------------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
-        """Unified: refuse an engine whose log-probabilities cannot be compared, and warn of one where they are biased."""
+        """Unified: refuse an engine whose log-probabilities cannot be compared, warn of one where they are biased."""
         super().setup(stage)
         if self._unified:
             check_engine(self.engine, acts=True, block=BLOCK)

@@ -152,7 +152,7 @@ def test_what_stands_below_the_line(scored: Any, ratio: str, denominator: str, r
 
 def test_unified_drops_tokens_without_an_engine_probability(scored: Any) -> None:
     module = alp_module({"ratio": "unified"})
-    experience = MiniBatch.from_experience(scored, torch.arange(len(scored)), 1.0, 1.0)
+    experience: Any = MiniBatch.from_experience(scored, torch.arange(len(scored)), 1.0, 1.0)
     experience.rollout_logprobs = scored.rollout_logprobs.clone()
     experience.rollout_logprobs[0, 0] = math.nan
     module.prepare_experience(experience)
