@@ -23,7 +23,7 @@ RUN: dict[str, Change | str] = {
     "lr": ("0.02", FREE),
     "clip_norm": ("0.0005", FREE),
     "max_clip_norm": ("1.01e-3", RISES),
-    "variance_limit": ("1e-12", FREE),
+    "variance_limit": ("1e12", RISES),
     "kl_limit": ("1e-12", FREE),
     "min_lr_factor": ("0.9", SHRINKS),
     "step": ("0.5", SHRINKS),
