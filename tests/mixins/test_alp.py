@@ -275,6 +275,13 @@ def test_resume_continues_bit_for_bit(tmp_path: Path) -> None:
     assert whole._alp.schedule.lr_factor < 1, "the check would see a schedule that starts afresh"
 
 
+def test_a_trainer_has_the_schedule_once_whatever_it_does() -> None:
+    module = alp_module(FREE, iterations=1)
+    trainer = fit(module)
+    trainer.validate(module, datamodule=trainer.datamodule, verbose=False)
+    assert sum(callback is module._alp.schedule for callback in trainer.callbacks) == 1
+
+
 def test_checkpoints_hold_sigma_and_its_difference_between_ranks(tmp_path: Path) -> None:
     run(tmp_path)
     saved = torch.load(tmp_path / "iteration_000002.ckpt", weights_only=True)
