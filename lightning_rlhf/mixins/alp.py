@@ -168,7 +168,8 @@ class ALPMixin(Base):
     def configure_callbacks(self) -> list[Callback]:
         """The noise's schedule, which wants to hear of every minibatch."""
         callbacks = list(super().configure_callbacks())  # type: ignore[arg-type]
-        if self._alp is None or self._alp.schedule in self.trainer.callbacks:
+        trainer: Any = self.trainer
+        if self._alp is None or self._alp.schedule in trainer.callbacks:
             return callbacks  # the trainer has it from an earlier stage, and would announce that it is replaced
         return [*callbacks, self._alp.schedule]
 

@@ -277,7 +277,7 @@ def test_resume_continues_bit_for_bit(tmp_path: Path) -> None:
 
 def test_a_trainer_has_the_schedule_once_whatever_it_does() -> None:
     module = alp_module(FREE, iterations=1)
-    trainer = fit(module)
+    trainer: Any = fit(module)
     trainer.validate(module, datamodule=trainer.datamodule, verbose=False)
     assert sum(callback is module._alp.schedule for callback in trainer.callbacks) == 1
 
