@@ -95,12 +95,15 @@ def engine_overrides(engine: str, noise: float) -> list[str]:
 
 def run(folder: Path, engine: str, preset: str, seed: int, arguments: argparse.Namespace) -> None:
     """One training run, unless its folder says that it is done."""
+    launch(folder, seed, arguments, [*engine_overrides(engine, arguments.noise), f"rollout_correction={preset}"])
+
+
+def launch(folder: Path, seed: int, arguments: argparse.Namespace, overrides: list[str]) -> None:
+    """``lightning-rlhf train`` in a process of its own, unless the folder says that it is done."""
     if (folder / "done").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    overrides = [
-        *engine_overrides(engine, arguments.noise),
-        f"rollout_correction={preset}",
+    common = [
         f"seed={seed}",
         f"iterations={arguments.iterations}",
         f"threads={arguments.threads}",
@@ -108,29 +111,33 @@ def run(folder: Path, engine: str, preset: str, seed: int, arguments: argparse.N
         "logger=csv",
         "callbacks=none",
         "trainer.enable_progress_bar=false",
-        *arguments.set,
     ]
-    command = [sys.executable, "-m", "lightning_rlhf.cli", "train", *overrides]
+    command = [sys.executable, "-m", "lightning_rlhf.cli", "train", *overrides, *common, *arguments.set]
     with (folder / "log.txt").open("w", encoding="utf-8") as log:
         log.write(" ".join(command) + "\n")
         log.flush()
         status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
     if status != 0:
-        raise SystemExit(f"{engine} {preset} seed {seed}: exit code {status}, see {folder / 'log.txt'}")
+        raise SystemExit(f"{folder}: exit code {status}, see {folder / 'log.txt'}")
     (folder / "done").touch()
 
 
 def read(folder: Path) -> tuple[list[dict[str, float]], float | None]:
     """The kept metrics of every iteration, and the last score on held-out prompts."""
-    with (folder / "metrics" / "metrics.csv").open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    rows = records(folder)
     iterations = []
     for row in rows:
-        if row.get("clock/iteration"):
-            kept = {short: float(row[name]) for name, short in COLUMNS.items() if row.get(name)}
-            iterations.append({"iteration": float(row["clock/iteration"]), **kept})
-    held_out = [float(row["eval/exact_match"]) for row in rows if row.get("eval/exact_match")]
+        if "clock/iteration" in row:
+            kept = {short: row[name] for name, short in COLUMNS.items() if name in row}
+            iterations.append({"iteration": row["clock/iteration"], **kept})
+    held_out = [row["eval/exact_match"] for row in rows if "eval/exact_match" in row]
     return iterations, held_out[-1] if held_out else None
+
+
+def records(folder: Path) -> list[dict[str, float]]:
+    """Everything a run logged, a record per iteration or evaluation."""
+    with (folder / "metrics" / "metrics.csv").open(encoding="utf-8") as file:
+        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:

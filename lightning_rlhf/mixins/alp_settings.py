@@ -54,9 +54,9 @@ class ALPSettings:
     """Optimiser steps during which sigma stays as it is."""
     lr: float = 5e-4
     """Learning rate of log sigma."""
-    clip_norm: float = 1.0
+    clip_norm: float = 1e-3
     """Limit of the gradient norm of log sigma."""
-    max_clip_norm: float = 10.0
+    max_clip_norm: float = 1e-2
     """How far a high variance of that gradient may raise the limit."""
     variance_limit: float = 1.0
     """Variance of the gradient norm over its squared mean above which the limit rises."""

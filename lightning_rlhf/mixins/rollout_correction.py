@@ -230,13 +230,14 @@ def bypass(experience: Experience, *, reject_rows: bool) -> None:
     experience.loss_mask = mask & ~gone
 
 
-def check_engine(engine: Any, *, acts: bool) -> None:
+def check_engine(engine: Any, *, acts: bool, block: str = BLOCK) -> None:
     """Refuse raw log-probabilities of tempered samples, which no one can mend; warn of truncated sampling.
 
     Args:
         engine: set up; ``describe()`` may say ``logprobs_mode`` (vLLM's word: ``raw_logprobs`` or
             ``processed_logprobs``).
         acts: whether the log-probabilities are used for more than metrics.
+        block: of the configuration, that uses them.
 
     Raises:
         SettingError: they are those of another distribution than the one that was sampled from.
@@ -244,11 +245,11 @@ def check_engine(engine: Any, *, acts: bool) -> None:
     sampling = engine.sampling
     mode = str(engine.describe().get("logprobs_mode", "processed"))
     if not mode.startswith("processed") and sampling.temperature != 1.0:
-        raise SettingError("rollout.logprobs_mode", mode, f"processed_logprobs with {BLOCK}: tokens are sampled at "
+        raise SettingError("rollout.logprobs_mode", mode, f"processed_logprobs with {block}: tokens are sampled at "
                            f"temperature {sampling.temperature:g} and reported as if it were 1")  # fmt: skip
     if sampling.truncated and acts:
         rank_zero_warn(
-            f"{BLOCK}: rollout.top_k = {sampling.top_k}, rollout.top_p = {sampling.top_p} cut the distribution that is "
+            f"{block}: rollout.top_k = {sampling.top_k}, rollout.top_p = {sampling.top_p} cut the distribution that is "
             "sampled from, the trainer scores over the whole vocabulary: every ratio is too low by the mass that was "
             "kept. Unbiased are rollout.top_k=0 rollout.top_p=1."
         )

@@ -159,7 +159,7 @@ def stands_for(written: str, metric: Metric) -> bool:
 
 
 def test_the_code_logs_registered_names_only() -> None:
-    written = {name for name in written_names() if not name.endswith("/")}
+    written = {name for name in written_names() if not name.endswith(("/", "_"))}  # the beginnings of f-strings
     assert len(written) > 40
     assert [name for name in written if not any(stands_for(name, metric) for metric in METRICS)] == []
 

@@ -156,7 +156,7 @@ def test_unified_drops_tokens_without_an_engine_probability(scored: Any) -> None
     experience.rollout_logprobs = scored.rollout_logprobs.clone()
     experience.rollout_logprobs[0, 0] = math.nan
     module.prepare_experience(experience)
-    assert not experience.loss_mask[0, 0]
+    assert experience.loss_mask is not None and not experience.loss_mask[0, 0]
     assert experience.loss_mask.sum() == scored.loss_mask.sum() - 1
     module.micro_batch_loss(experience, MetricBatch()).backward()
     assert all(p.grad.isfinite().all() for p in module.parameters() if p.grad is not None)
@@ -169,6 +169,14 @@ def test_unified_with_weights_on_top_is_refused() -> None:
     fit(alp_module({"ratio": "decoupled"}, rollout_correction={"rollout_is": "token"}, iterations=1))
     rejection = {"rollout_rs": "sequence", "rollout_rs_threshold": 2.0}
     fit(alp_module({"ratio": "unified"}, rollout_correction=rejection, iterations=1))
+
+
+def test_unified_with_log_probabilities_of_another_distribution_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = alp_module({"ratio": "unified"}, temperature=0.7)
+    describe = module.engine.describe
+    monkeypatch.setattr(module.engine, "describe", lambda: describe() | {"logprobs_mode": "raw_logprobs"})
+    with pytest.raises(SettingError, match=r"rollout\.logprobs_mode = 'raw_logprobs' is .* with module\.alp"):
+        fit(module)
 
 
 def test_unified_with_weights_is_refused_before_anything_runs(compose) -> None:
@@ -267,6 +275,13 @@ def test_resume_continues_bit_for_bit(tmp_path: Path) -> None:
     assert whole._alp.schedule.lr_factor < 1, "the check would see a schedule that starts afresh"
 
 
+def test_a_trainer_has_the_schedule_once_whatever_it_does() -> None:
+    module = alp_module(FREE, iterations=1)
+    trainer: Any = fit(module)
+    trainer.validate(module, datamodule=trainer.datamodule, verbose=False)
+    assert sum(callback is module._alp.schedule for callback in trainer.callbacks) == 1
+
+
 def test_checkpoints_hold_sigma_and_its_difference_between_ranks(tmp_path: Path) -> None:
     run(tmp_path)
     saved = torch.load(tmp_path / "iteration_000002.ckpt", weights_only=True)
@@ -352,7 +367,7 @@ def test_a_comparison_by_hand() -> None:
         ({"warmup_steps": -1}, "alp.warmup_steps = -1 is not allowed: a whole number >= 0"),
         ({"compare_every": 0}, "alp.compare_every"),
         ({"lr": 0}, "alp.lr = 0 is not allowed"),
-        ({"clip_norm": 20.0}, "alp.max_clip_norm = 10.0 is not allowed: at least clip_norm = 20.0"),
+        ({"clip_norm": 20.0}, "alp.max_clip_norm = 0.01 is not allowed: at least clip_norm = 20.0"),
         ({"smoothing": 1.0}, "alp.smoothing"),
         ({"min_lr_factor": 2}, "alp.min_lr_factor"),
         ({"quantise_bits": 3}, "alp.quantise_bits = 3 is not allowed: 8, 4 or null"),
