@@ -115,7 +115,7 @@ def test_parts_are_the_whole_bit_for_bit_with_a_simulated_limit() -> None:
     engine, batch = engine_and_prompts()
     whole = engine.generate(batch, samples=2, max_new_tokens=6, seed=1)
     policy, calls = Halves(), list[int]()
-    joined = generate_in_parts(limited(engine, 3, calls), batch, policy, Control(), engine._pad_id)
+    joined = generate_in_parts(limited(engine, 3, calls), batch, policy, Control(), 0)
     assert calls == [8, 4, 2, 2, 2, 2] and policy.failed == [8, 4]
     for field in fields(Rollout):
         one, other = getattr(whole, field.name), getattr(joined, field.name)

@@ -11,7 +11,7 @@ import yaml
 
 from lightning_rlhf import callbacks, schema
 from lightning_rlhf.assembly import make, make_trainer
-from lightning_rlhf.callbacks import RLHFCallback
+from lightning_rlhf.callbacks import CalibrationError, RLHFCallback
 from tests.support import fit, tiny_module
 
 CONF = Path(__file__).resolve().parents[2] / "conf" / "callbacks"
@@ -22,6 +22,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         **{"maximum": 0.4, "horizon": 100, "figure_every": None},
     },
     "advantage_vanish": {"threshold": 0.1},
+    "alp_figures": {"every_n_iterations": 3},
     "clip_fraction_break": {"limit": 0.1, "per_minibatch": True},
     "efficiency_stop": {"window": 3, "min_improvement": 0.1, "kl_tolerance": 0.1},
     "kl_guard": {
@@ -38,7 +39,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 GROUPS = {
     "none": set(),
     "minimal": {"kl_early_stop", "gradient_monitor", "checkpoint"},
-    "default": {"kl_early_stop", "gradient_monitor", "checkpoint", "samples_table"},
+    "default": {"kl_early_stop", "gradient_monitor", "checkpoint", "samples_table", "calibrate"},
 }
 GROUPS["stability"] = GROUPS["default"] | {
     *("kl_guard", "adaptive_kl", "clip_fraction_break", "advantage_vanish", "lr_backoff", "oom_guard"),
@@ -52,12 +53,11 @@ def block(name: str) -> dict[str, Any]:
 
 
 def test_every_file_is_in_a_table() -> None:
-    of_the_default_run = {"checkpoint", "kl_early_stop", "gradient_monitor", "samples_table"}
-    assert {path.stem for path in CONF.glob("*.yaml")} == set(CHANGES) | of_the_default_run | set(GROUPS)
+    assert {path.stem for path in CONF.glob("*.yaml")} == set(CHANGES) | GROUPS["default"] | set(GROUPS)
 
 
 def test_every_callback_has_a_file() -> None:
-    shipped = {getattr(callbacks, name) for name in callbacks.__all__} - {RLHFCallback}
+    shipped = {getattr(callbacks, name) for name in callbacks.__all__} - {RLHFCallback, CalibrationError}
     built = {type(make(block(name))) for name in CHANGES} | {
         type(make(block(n))) for n in GROUPS["default"] - {"checkpoint"}
     }
