@@ -102,6 +102,6 @@ def test_all_of_them_in_one_run_in_any_order(tmp_path: Path, reverse: bool) -> N
     every = [make(block(name)) for name in CHANGES if name != "length_curriculum"]
     every += [make({**block("length_curriculum"), "start": 2})]
     every += [make(block(name)) for name in ("kl_early_stop", "gradient_monitor", "samples_table")]
-    module = tiny_module(iterations=3, kl={"coefficient": 0.1})
+    module = tiny_module(iterations=3, kl={"coefficient": 0.1}, alp={})
     fit(module, every[::-1] if reverse else every, folder=tmp_path)
     assert module.control.iteration == 3
