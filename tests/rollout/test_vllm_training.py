@@ -29,18 +29,24 @@ def train(folder: Path, *overrides: str) -> list[dict[str, float]]:
     return [row for row in rows if "reward/mean" in row]
 
 
-def test_the_quickstart_learns_on_vllm_as_on_the_embedded_engine(tmp_path: Path) -> None:
+RUNS = {"hf": ["rollout=hf"], "vllm": ["rollout=vllm"], "ahead": ["rollout=vllm", "rollout.lag=1"]}
+
+
+def test_the_quickstart_learns_on_vllm_as_on_the_embedded_engine_and_one_iteration_ahead(tmp_path: Path) -> None:
     short = ["iterations=30", "callbacks.checkpoint=null", "callbacks.calibrate.every=10"]
     short += ["module.optimizer.schedule=constant", f"warmup.cache_dir={tmp_path / 'cache'}"]
-    curves = {engine: train(tmp_path / engine, f"rollout={engine}", *short) for engine in ("hf", "vllm")}
+    curves = {name: train(tmp_path / name, *overrides, *short) for name, overrides in RUNS.items()}
     first: dict[str, float] = {}
     last: dict[str, float] = {}
-    for engine, rows in curves.items():
+    for name, rows in curves.items():
         rewards = [row["reward/mean"] for row in rows]
-        first[engine], last[engine] = sum(rewards[:3]) / 3, sum(rewards[-5:]) / 5
+        first[name], last[name] = sum(rewards[:3]) / 3, sum(rewards[-5:]) / 5
         assert max(row.get("calibrate/logprob_abs_diff_max", 0.0) for row in rows) <= 1e-4
-    assert last["vllm"] > first["vllm"] + 0.3
+        assert last[name] > first[name] + 0.3
+        assert [row["rollout/staleness_max"] for row in rows] == [0.0, *[float(name == "ahead")] * 29]
     assert last["vllm"] == pytest.approx(last["hf"], abs=0.1)
+    gaps = {name: curves[name][-1]["rollout/logprob_abs_diff_mean"] for name in RUNS}
+    assert gaps["vllm"] < 1e-4 < 1e-2 < gaps["ahead"], "the samples of the run ahead come from other weights"
 
 
 def test_smollm2_trains_on_vllm(tmp_path: Path) -> None:
