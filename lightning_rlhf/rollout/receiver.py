@@ -129,7 +129,7 @@ def _counting_loader(name: str, parameter: Tensor, written: Counter[str]) -> Cal
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
     loader = getattr(parameter, "weight_loader", default_weight_loader)
-    own = loader
+    own: Any = loader
     while own.__name__ == _RELOADER:
         own = own.__wrapped__
 

@@ -225,10 +225,11 @@ class VLLMEngine:
     def _try_out(self, architecture: str) -> None:
         """One token: what vLLM has no kernel for comes to light only when it runs."""
         llm, binding, _ = self._require_setup()
+        prompt: list[Any] = [{"prompt_token_ids": [0]}]
         one = self._sampling_params(replace(self.sampling, max_new_tokens=1), 0, binding)
         try:
             with quiet(), _global_generator_kept():
-                llm.generate([{"prompt_token_ids": [0]}], one, use_tqdm=False)
+                llm.generate(prompt, one, use_tqdm=False)
         except RuntimeError as error:
             self.close()
             raise ValueError(
@@ -278,10 +279,11 @@ class VLLMEngine:
         check_prompts(prompts, max_new_tokens, self.positions)
         seeds = row_seeds(prompts, samples, seed)
         rows = prompts.repeat(samples)
+        requests: list[Any] = [{"prompt_token_ids": ids} for ids in rows.ids]
         self._wake()
         with quiet(), _global_generator_kept(), torch.autocast(_device_type(), enabled=False):
             outputs = llm.generate(
-                [{"prompt_token_ids": ids} for ids in rows.ids],
+                requests,
                 [self._sampling_params(sampling, row_seed, binding) for row_seed in seeds],
                 use_tqdm=False,
             )
