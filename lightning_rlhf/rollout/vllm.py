@@ -281,6 +281,9 @@ class VLLMEngine:
         rows = prompts.repeat(samples)
         requests: list[Any] = [{"prompt_token_ids": ids} for ids in rows.ids]
         self._wake()
+        # PyTorch tells OpenMP its number of threads for the calling thread alone, at that thread's first operation;
+        # vLLM's attention on a CPU asks OpenMP before and refuses to run when the number changes.
+        torch.set_num_threads(torch.get_num_threads())
         with quiet(), _global_generator_kept(), torch.autocast(_device_type(), enabled=False):
             outputs = llm.generate(
                 requests,
