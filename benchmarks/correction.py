@@ -114,6 +114,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help="sequences; default 256 for tensors, 32 for update")
     parser.add_argument("--columns", type=int, help="response tokens; default 4096 for tensors, 64 for update")
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--iterations", type=int, default=4, help="updates timed, the first one left out of the median")
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -126,7 +127,7 @@ def main() -> None:
         for name, seconds in found.items():
             print(f"{rows} x {columns}, {name}: {1000 * seconds:.2f} ms")
         return
-    update = update_seconds(arguments.model, rows, columns, iterations=4)
+    update = update_seconds(arguments.model, rows, columns, iterations=arguments.iterations)
     print(f"{arguments.model}: update of {rows} sequences of 64 + {columns} tokens: {update:.3f} s")
     for name, seconds in found.items():
         print(f"{name}: {1000 * seconds:.2f} ms, {100 * seconds / update:.3f} % of the update")

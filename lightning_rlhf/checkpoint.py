@@ -27,6 +27,8 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from lightning_rlhf.parallel import gather_objects
+
 PARTIAL, SET_ASIDE = ".partial", ".set_aside"
 """Endings of a file still being written, and of a checkpoint from a future that a resumed run does not share."""
 
@@ -356,12 +358,7 @@ class RNGState(Callback):
     _pending: list[dict[str, Any]] | None = None
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        state = _rng_state(pl_module.device)
-        states: list[Any] = [state]
-        if trainer.world_size > 1:
-            states = [None] * trainer.world_size
-            torch.distributed.all_gather_object(states, state)
-        checkpoint["rng_per_rank"] = states
+        checkpoint["rng_per_rank"] = gather_objects(_rng_state(pl_module.device))
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self._pending = checkpoint.get("rng_per_rank")

@@ -27,6 +27,7 @@ from lightning_rlhf.metrics.names import check
 from lightning_rlhf.mixins.alp import ALPMixin
 from lightning_rlhf.mixins.rollout_correction import RolloutCorrectionMixin
 from lightning_rlhf.models import Policy, SharedCritic
+from lightning_rlhf.parallel import gather_objects, place
 from lightning_rlhf.rewards import CompositeReward
 from lightning_rlhf.rollout import RolloutEngine
 from lightning_rlhf.scoring import compute_advantages, score_experience, score_rewards
@@ -107,6 +108,7 @@ class ActorCriticModule(LightningModule):
         """The resolved configuration as plain containers; travels in the checkpoint."""
         self._fingerprint: str | None = None
         self._rollouts = RolloutSource(self)
+        self._evaluation = MetricBatch()
         self._update_loop = UpdateLoop(self)
         self._logbook = Logbook(self)
 
@@ -293,6 +295,10 @@ class ActorCriticModule(LightningModule):
 
     # --- evaluation ----------------------------------------------------------------------------------------------
 
+    def on_validation_epoch_start(self) -> None:
+        """Begin a new evaluation."""
+        self._evaluation = MetricBatch()
+
     @torch.no_grad()
     def validation_step(self, prompts: PromptBatch, batch_idx: int) -> None:
         """Greedy answers to held-out prompts, scored by every term of the reward (``eval/<term>``)."""
@@ -302,8 +308,12 @@ class ActorCriticModule(LightningModule):
         numbers["eval/response_length_mean"] = answers.response_lengths
         numbers["eval/truncated_fraction"] = answers.finish == Finish.TRUNCATED
         check(numbers)
-        means = {name: values.float().mean() for name, values in numbers.items()}
-        self.log_dict(means, batch_size=len(prompts), on_epoch=True, on_step=False, sync_dist=True)
+        for name, values in numbers.items():
+            self._evaluation.mean(name, values.float())
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the means over all prompts of all ranks."""
+        self.log_dict(self._evaluation.compute())
 
     # --- optimiser -----------------------------------------------------------------------------------------------
 
@@ -365,7 +375,7 @@ class ActorCriticModule(LightningModule):
             "progress": dict(self._logbook.progress),
             "run_config": self.run_config,
             "reference_fingerprint": self._reference_fingerprint(),
-            "rollout_ahead": self._rollouts.state_dict(),
+            "rollout_ahead": gather_objects(self._rollouts.state_dict()),
         }
         state = checkpoint["state_dict"]
         for name in [name for name in state if name.startswith("reference.")]:
@@ -382,7 +392,9 @@ class ActorCriticModule(LightningModule):
         self.control.load_state_dict(saved["control"])
         self._update_loop.load_state_dict(saved["update"])
         self._logbook.progress = dict(saved["progress"])
-        self._rollouts.load_state_dict(saved["rollout_ahead"])
+        rank, world = place()
+        if len(saved["rollout_ahead"]) == world:  # another number of ranks: the next rollout is drawn on the spot
+            self._rollouts.load_state_dict(saved["rollout_ahead"][rank])
         if isinstance(self.reference, torch.nn.Module):
             checkpoint["state_dict"].update(self.reference.state_dict(prefix="reference."))
 

@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 from lightning_rlhf.control import SCOPES, Scope
 from lightning_rlhf.events import EpochStats, MinibatchStats, UpdateStats, emit
 from lightning_rlhf.experience import Experience, MiniBatch, sample_seed, split_by_tokens
-from lightning_rlhf.functional.stats import all_reduce_sum, largest_over_ranks
+from lightning_rlhf.functional.stats import largest_over_ranks
 from lightning_rlhf.memory import OutOfMemory, attempt, free_memory, memory_policy
 from lightning_rlhf.metrics.batch import MetricBatch
+from lightning_rlhf.parallel import average_gradients, balanced_shares, gather_experience, local_gradients, place
 
 if TYPE_CHECKING:
     from lightning_rlhf.module import ActorCriticModule
@@ -50,6 +51,7 @@ class UpdateLoop:
         self._copies = {scope: Snapshot.of(scope, self.optimizer) for scope in scopes if scope == "iteration"}
         if "actor" in scopes:
             self._copies["actor"] = Snapshot.of("actor", self.optimizer, over=actor)
+        experience = gather_experience(experience)
         plan = MinibatchPlan(experience, self.settings.minibatch_size, module.seed, control.iteration)
         step = 1.0 / (self.settings.epochs * len(plan))
         epochs: list[EpochStats] = []
@@ -104,7 +106,10 @@ class UpdateLoop:
                 # Everything was rejected: an event to count, not a step. Weight decay and momentum must not act either.
                 control.counts["empty_minibatches"] += 1
                 continue
-            minibatch = MiniBatch.from_experience(experience, rows, tokens, sequences)
+            if len(rows):
+                minibatch = MiniBatch.from_experience(experience, rows, tokens, sequences)
+            else:  # fewer rows than ranks: this rank goes along on a row that counts for nothing
+                minibatch, lengths = plan.idle(experience, tokens, sequences)
             if undo_step:
                 self._copies["minibatch"] = Snapshot.of("minibatch", self.optimizer)
             step = 1.0 / (self.settings.epochs * len(plan))
@@ -122,6 +127,7 @@ class UpdateLoop:
         module, control, optimizer = self.module, self.module.control, self.optimizer
         emit(module, "on_minibatch_start", minibatch)
         batch = self._gradients(minibatch, lengths)
+        average_gradients(module)
         scale = loss_scale(module)
         norms = gradient_norms(optimizer)
         for name, norm in norms.items():
@@ -179,10 +185,13 @@ class UpdateLoop:
         self, minibatch: MiniBatch, lengths: list[tuple[int, int]], budget: int, tried: Tried
     ) -> MetricBatch:
         """One forward and backward pass per micro-batch."""
-        batch = MetricBatch()
-        for _, micro in split_by_tokens(minibatch, lengths, budget, self.settings.micro_batch_size):
-            tried.rows, tried.tokens = len(micro), micro.response_mask.numel() + micro.prompt_mask.numel()
-            self.module.manual_backward(self.module.micro_batch_loss(micro, batch))
+        module, batch = self.module, MetricBatch()
+        _, world = place()
+        with local_gradients(module):
+            for _, micro in split_by_tokens(minibatch, lengths, budget, self.settings.micro_batch_size):
+                tried.rows, tried.tokens = len(micro), micro.response_mask.numel() + micro.prompt_mask.numel()
+                # The losses of all ranks add up to the minibatch's; gradients are averaged over ranks.
+                module.manual_backward(module.micro_batch_loss(micro, batch) * world)
         return batch
 
     def _refuse_step(self, stats: MinibatchStats, scale: float) -> None:
@@ -232,14 +241,18 @@ class UpdateLoop:
 class MinibatchPlan:
     """Which rows form which minibatch: a new permutation per epoch, each row exactly once per epoch.
 
-    The permutation depends on seed, iteration and epoch alone, so a resumed run draws the same ones. Counts are
-    taken from ``loss_mask`` once, before the first backward pass.
+    The permutation depends on seed, iteration and epoch alone, so a resumed run draws the same ones, on any number of
+    ranks. Each minibatch is divided among the ranks by tokens.
+
+    Args:
+        experience: the rows of all ranks, the same on each.
+        size: rows of a minibatch, over all ranks.
+        seed: of the run.
+        iteration: counted from 1.
     """
 
     def __init__(self, experience: Experience, size: int, seed: int, iteration: int) -> None:
-        counts = experience.require("loss_mask").sum(-1)
-        self._device = counts.device
-        self._valid: list[int] = counts.tolist()
+        self._valid: list[int] = experience.require("loss_mask").sum(-1).tolist()
         self._lengths = experience.lengths()
         self._size, self._seed, self._iteration = size, seed, iteration
 
@@ -248,15 +261,25 @@ class MinibatchPlan:
         return -(-len(self._valid) // self._size)
 
     def epoch(self, epoch: int) -> Iterator[tuple[Tensor, list[tuple[int, int]], float, float]]:
-        """Rows and their lengths, valid tokens and sequences with a valid token (over all ranks) of each minibatch."""
+        """Of each minibatch: this rank's rows and their lengths, and over all ranks the valid tokens and the sequences
+        with a valid token, which are known before the first backward pass."""
+        rank, world = place()
         generator = torch.Generator().manual_seed(sample_seed(self._seed, "minibatches", self._iteration, epoch))
-        chunks = torch.randperm(len(self._valid), generator=generator).split(self._size)
-        members = [rows.tolist() for rows in chunks]
-        counts = [[self._valid[row] for row in rows] for rows in members]
-        local = torch.tensor([[sum(c), sum(n > 0 for n in c)] for c in counts], dtype=torch.float64)
-        totals = all_reduce_sum(local.to(self._device)).tolist()
-        for chunk, rows, (tokens, sequences) in zip(chunks, members, totals, strict=True):
-            yield chunk, [self._lengths[row] for row in rows], tokens, sequences
+        for chunk in torch.randperm(len(self._valid), generator=generator).split(self._size):
+            counts = [self._valid[row] for row in chunk.tolist()]
+            costs = [sum(self._lengths[row]) for row in chunk.tolist()]
+            mine = chunk[balanced_shares(costs, world)[rank]]
+            lengths = [self._lengths[row] for row in mine.tolist()]
+            yield mine, lengths, float(sum(counts)), float(sum(n > 0 for n in counts))
+
+    def idle(
+        self, experience: Experience, tokens: float, sequences: float
+    ) -> tuple[MiniBatch, list[tuple[int, int]]]:
+        """One row without a valid token, and its lengths: its loss is 0, and so are its gradients."""
+        row = min(range(len(self._lengths)), key=lambda i: sum(self._lengths[i]))
+        minibatch = MiniBatch.from_experience(experience, torch.tensor([row]), tokens, sequences)
+        minibatch.loss_mask = torch.zeros_like(minibatch.require("loss_mask"))
+        return minibatch, [self._lengths[row]]
 
 
 @dataclass

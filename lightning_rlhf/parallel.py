@@ -1,0 +1,147 @@
+"""Several training processes: rows travel to whoever has time for them, gradients are averaged once per minibatch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
+from torch import Tensor
+
+from lightning_rlhf.experience import Experience
+
+if TYPE_CHECKING:
+    from lightning_rlhf.module import ActorCriticModule
+
+_Object = TypeVar("_Object")
+
+
+def place() -> tuple[int, int]:
+    """Rank of this process and number of processes; ``(0, 1)`` without ``torch.distributed``."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+# --- rows --------------------------------------------------------------------------------------------------------
+
+
+def gather_experience(experience: Experience) -> Experience:
+    """The rows of all ranks in the order of the ranks, on every rank; of one process the experience itself.
+
+    Some bytes per token and field travel, thousands of times fewer than the gradients of one step, and every
+    minibatch can then be cut over the whole batch: which rows form it does not depend on the number of ranks, and each
+    rank gets rows of about equally many tokens. Ranks may bring different numbers of rows and columns.
+    """
+    _, world = place()
+    if world == 1:
+        return experience
+    mine = [len(experience), experience.prompt_ids.shape[1], experience.response_ids.shape[1]]
+    sizes = _gather(torch.tensor(mine, device=experience.response_ids.device))
+    rows = [int(size[0]) for size in sizes]
+    width = {left: int(max(size[1 if left else 2] for size in sizes)) for left in (True, False)}
+    changes: dict[str, Any] = {}
+    for field in fields(experience):
+        value = getattr(experience, field.name)
+        if isinstance(value, Tensor) and value.ndim == 2:
+            left = field.name.startswith("prompt_")
+            missing = width[left] - value.shape[1]
+            changes[field.name] = _gather_rows(
+                torch.nn.functional.pad(value, (missing, 0) if left else (0, missing)), rows
+            )
+        elif isinstance(value, Tensor) and value.ndim == 1:
+            changes[field.name] = _gather_rows(value, rows)
+        elif isinstance(value, dict):
+            changes[field.name] = {name: _gather_rows(tensor, rows) for name, tensor in value.items()}
+    # A prompt's samples stay one group, and groups of different ranks different ones.
+    first = torch.arange(world, device=experience.group.device).repeat_interleave(torch.tensor(rows).to(sizes[0]))
+    changes["group"] = changes["group"] + first * max(rows)
+    names = [field.name for field in fields(experience) if isinstance(getattr(experience, field.name), list)]
+    texts = gather_objects({name: getattr(experience, name) for name in names})
+    changes |= {name: [text for of_rank in texts for text in of_rank[name]] for name in names}
+    return replace(experience, **changes)
+
+
+def gather_objects(value: _Object) -> list[_Object]:
+    """A small plain object of every rank, in the order of the ranks."""
+    _, world = place()
+    if world == 1:
+        return [value]
+    values: list[Any] = [None] * world
+    dist.all_gather_object(values, value)
+    return values
+
+
+def balanced_shares(costs: Sequence[int], ranks: int) -> list[list[int]]:
+    """Indices for each rank, so that the largest sum of costs is small.
+
+    The dearest first, each to the rank that has least so far (Graham 1969): at most 4/3 of the best possible. The same
+    on every rank; the order within a share is that of the input.
+    """
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        rank = loads.index(min(loads))
+        shares[rank].append(index)
+        loads[rank] += costs[index]
+    return [sorted(share) for share in shares]
+
+
+def _gather(tensor: Tensor) -> list[Tensor]:
+    parts = [torch.empty_like(tensor) for _ in range(place()[1])]
+    dist.all_gather(parts, tensor.contiguous())
+    return parts
+
+
+def _gather_rows(tensor: Tensor, rows: list[int]) -> Tensor:
+    """Rows of all ranks, one behind the other; every rank sends as many as the one that has most."""
+    plain = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
+    missing = max(rows) - len(plain)
+    if missing:
+        plain = torch.cat([plain, plain.new_zeros(missing, *plain.shape[1:])])
+    parts = _gather(plain)
+    return torch.cat([part[:count] for part, count in zip(parts, rows, strict=True)]).to(tensor.dtype)
+
+
+# --- gradients ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def local_gradients(module: ActorCriticModule) -> Iterator[None]:
+    """Backward passes inside add to this rank's own gradients; :func:`average_gradients` follows.
+
+    With no communication inside, a rank may run out of memory and start its minibatch again without the others.
+    """
+    strategy = module.trainer.strategy
+    if isinstance(strategy, ParallelStrategy):
+        with strategy.block_backward_sync():
+            yield
+    else:
+        yield
+
+
+def average_gradients(module: ActorCriticModule) -> None:
+    """The mean over ranks of what :func:`local_gradients` has gathered, also where a rank has no gradient at all.
+
+    DDP communicates in backward passes only. This one adds 0 to every gradient, and so makes DDP average what is there.
+    """
+    if isinstance(module.trainer.strategy, DDPStrategy):
+        module.manual_backward(_Touch.apply(*(p for p in module.parameters() if p.requires_grad)))
+
+
+class _Touch(torch.autograd.Function):
+    """A loss of 0 that gives every parameter a gradient of 0, whatever its value (0 x inf would not be 0)."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+        ctx.parameters = [(p.shape, p.dtype, p.device) for p in parameters]
+        return torch.zeros((), dtype=torch.float32, device=parameters[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        # One number seen as the whole tensor: no memory.
+        return tuple(torch.zeros((), dtype=d, device=v).expand(shape) for shape, d, v in ctx.parameters)
