@@ -1,12 +1,12 @@
 """What each of two processes runs for ``test_two_ranks.py``: ``python -m tests.callbacks.two_ranks RANK FOLDER``.
 
-Training in several processes is not built yet, so each rank has a model and a Trainer of its own; what they share is
-the process group, in which every statistic, and so every decision, is reduced.
+Both train one model under DDP. What is made to happen happens on one of them; every decision rests on reduced numbers.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -31,10 +31,11 @@ from lightning_rlhf.callbacks import (
 )
 from lightning_rlhf.module import PPOModule
 from lightning_rlhf.rewards import RewardBatch
-from tests.support import DecisionLog, fit, tiny_module, weights
+from tests.support import DecisionLog, fit, prompts, tiny_module, weights
 
 FAR: dict[str, Any] = {"actor": {"lr": 3e-2, "clip_norm": None}, "kl": {"estimator": "k3", "coefficient": 0.1}}
 NEAR: dict[str, Any] = {"actor": {"lr": 1e-9}, "kl": {"estimator": "k3", "coefficient": 0.1}}
+BOTH: dict[str, Any] = {"strategy": "ddp", "devices": 2}
 
 
 class Broken(PPOModule):
@@ -64,9 +65,9 @@ class Hungry(PPOModule):
 
 def run(callbacks: list[RLHFCallback], **settings: Any) -> dict[str, Any]:
     """Everything the ranks must agree on after a run of three iterations, and whether any weight moved."""
-    module, log = tiny_module(**{"iterations": 3, **settings}), DecisionLog()
+    module, log = tiny_module(**{"iterations": 3, "update": {"minibatch_size": 16}, **settings}), DecisionLog()
     before = weights(module)
-    fit(module, callbacks, logger=log)
+    fit(module, callbacks, data=prompts(module, per_iteration=16), logger=log, **BOTH)
     moved = any(not torch.equal(before[name], weight) for name, weight in weights(module).items())
     decided = [(row["iteration"], row["update"], row["verb"]) for row in log.rows]
     return {
@@ -102,22 +103,21 @@ def loud_on_rank_1(batch: RewardBatch) -> list[float]:
 
 
 def scenarios(rank: int) -> dict[str, Any]:
-    lopsided = FAR if rank == 1 else NEAR
     results = {
         "KL 0.02 and 0.5": same_batch(0.02, 0.5, KLEarlyStop(0.1, per_minibatch=True), "kl/old"),
         "KL 0.02 and 0.1": same_batch(0.02, 0.1, KLEarlyStop(0.1, per_minibatch=True), "kl/old"),
         "clip 0.1 and 0.95": same_batch(0.1, 0.95, ClipFractionBreak(0.5, per_minibatch=True), "ppo/clip_fraction"),
-        "KLEarlyStop": run([KLEarlyStop(1e-4, hard_limit=1e-3, rollback=True, patience=2)], **lopsided),
-        "KLGuard": run([KLGuard(target=1e-4, token_limit=0.1)], **lopsided),
-        "AdaptiveKL": run([AdaptiveKL(target=1e-3, figure_every=None)], **lopsided),
+        "KLEarlyStop": run([KLEarlyStop(1e-4, hard_limit=1e-3, rollback=True, patience=2)], **FAR),
+        "KLGuard": run([KLGuard(target=1e-4, token_limit=0.1)], **FAR),
+        "AdaptiveKL": run([AdaptiveKL(target=1e-3, figure_every=None)], **FAR),
         "AdvantageVanish, weak on rank 0": run([AdvantageVanish(100.0)], reward=loud_on_rank_1, **NEAR),
         "AdvantageVanish, weak together": run([AdvantageVanish(700.0)], reward=loud_on_rank_1, **NEAR),
         "GradientMonitor, rank 0": run([GradientMonitor(max_nonfinite=5)], cls=Broken),
         "GradientMonitor, rank 1": run([GradientMonitor(max_nonfinite=5)], cls=OtherBroken),
         "OOMGuard": run([OOMGuard()], cls=Hungry),
-        "LRBackoff": run([KLEarlyStop(1e-4), LRBackoff(patience=1)], **lopsided),
-        "LengthCurriculum": run([LengthCurriculum(start=2, iterations=4)], **lopsided),
-        "EfficiencyStop": run([EfficiencyStop(window=1, min_improvement=9.0, kl_tolerance=9.0)], **lopsided),
+        "LRBackoff": run([KLEarlyStop(1e-4), LRBackoff(patience=1)], **FAR),
+        "LengthCurriculum": run([LengthCurriculum(start=2, iterations=4)], **FAR),
+        "EfficiencyStop": run([EfficiencyStop(window=1, min_improvement=9.0, kl_tolerance=9.0)], **FAR),
     }
     memory.peak_memory_share = lambda device: 0.9 if rank == 1 else 0.1
     results["OOMGuard, memory nearly full"] = run([OOMGuard(min_new_tokens=2)])
@@ -129,6 +129,9 @@ def main() -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
+    # What torchrun tells its processes, for Lightning to find.
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "TORCHELASTIC_RUN_ID": "test"}
+    os.environ |= {name: str(value) for name, value in place.items()}
     (folder / f"rank_{rank}.json").write_text(json.dumps(scenarios(rank)), encoding="utf-8")
     dist.destroy_process_group()
 
