@@ -2,7 +2,7 @@
 
 Every combination of engine, preset and seed is one ``lightning-rlhf train`` in a process of its own; a run whose folder
 is complete is not repeated. What comes out: ``runs.csv`` (a row per iteration), ``summary.csv`` (a row per run) and
-``mismatch.png`` (reward and KL(engine || trainer) against iterations, mean and range over the seeds).
+``mismatch.png`` (reward and KL(engine || trainer) against iterations, held-out scores before and after).
 
     python -m benchmarks.mismatch --engines perturbed                      # any machine, minutes per run
     python -m benchmarks.mismatch --engines vllm_bf16 vllm_int8 vllm_int4  # needs vLLM
@@ -122,8 +122,8 @@ def launch(folder: Path, seed: int, arguments: argparse.Namespace, overrides: li
     (folder / "done").touch()
 
 
-def read(folder: Path) -> tuple[list[dict[str, float]], float | None]:
-    """The kept metrics of every iteration, and the last score on held-out prompts."""
+def read(folder: Path) -> tuple[list[dict[str, float]], list[float]]:
+    """The kept metrics of every iteration, and the scores on held-out prompts, the first before training."""
     rows = records(folder)
     iterations = []
     for row in rows:
@@ -131,7 +131,7 @@ def read(folder: Path) -> tuple[list[dict[str, float]], float | None]:
             kept = {short: row[name] for name, short in COLUMNS.items() if name in row}
             iterations.append({"iteration": row["clock/iteration"], **kept})
     held_out = [row["eval/exact_match"] for row in rows if "eval/exact_match" in row]
-    return iterations, held_out[-1] if held_out else None
+    return iterations, held_out
 
 
 def records(folder: Path) -> list[dict[str, float]]:
@@ -149,7 +149,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def summarise(
-    engine: str, preset: str, seed: int, rows: list[dict[str, float]], held_out: float | None
+    engine: str, preset: str, seed: int, rows: list[dict[str, float]], held_out: list[float]
 ) -> dict[str, Any]:
     """Reward over the last tenth of the run, its best moving average before, and the gap."""
     window = max(1, len(rows) // 10)
@@ -161,22 +161,30 @@ def summarise(
         "seed": seed,
         "final_reward": round(averages[-1], 4),
         "best_reward": round(max(averages), 4),
-        "held_out": held_out,
+        "held_out_before": held_out[0],
+        "held_out": held_out[-1],
         "mean_k3_kl": sum(row["k3_kl"] for row in rows) / len(rows),
         "largest_chi2_token": max(row["chi2_token"] for row in rows),
     }
 
 
-def plot(path: Path, runs: list[dict[str, Any]], engines: list[str], presets: list[str]) -> None:
-    """Reward and gap by iteration; a line is the mean over the seeds, the band their range."""
+def plot(
+    path: Path, runs: list[dict[str, Any]], summary: list[dict[str, Any]], engines: list[str], presets: list[str]
+) -> None:
+    """Reward and gap by iteration (mean and range over the seeds); held-out score of every seed, before and after."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, len(engines), figsize=(5 * len(engines), 7), squeeze=False, sharex=True)
-    for column, engine in enumerate(engines):
-        for line, quantity in enumerate(("reward", "k3_kl")):
+    figure, axes = pyplot.subplots(len(engines), 3, figsize=(13, 3.6 * len(engines)), squeeze=False)
+    for line, engine in enumerate(engines):
+        axes[line][2].set_ylabel("held-out exact match of the trained model")
+        for preset in presets:
+            scores = [row for row in summary if (row["engine"], row["preset"]) == (engine, preset)]
+            ends = [[row["held_out_before"] for row in scores], [row["held_out"] for row in scores]]
+            axes[line][2].plot(["before", "after"], ends, "o-", color=f"C{presets.index(preset)}")
+        for column, quantity in enumerate(("reward", "k3_kl")):
             axis = axes[line][column]
             for preset in presets:
                 by_iteration: dict[float, list[float]] = {}
@@ -189,10 +197,10 @@ def plot(path: Path, runs: list[dict[str, Any]], engines: list[str], presets: li
                 lowest, highest = ([edge(by_iteration[s]) for s in steps] for edge in (min, max))
                 axis.fill_between(steps, lowest, highest, alpha=0.2)
             axis.set_title(engine)
-            axis.set_ylabel("mean reward" if quantity == "reward" else "KL(engine || trainer), nats per token")
+            axis.set_ylabel("mean reward of the engine's samples" if quantity == "reward" else "KL(engine || trainer), nats per token")
             if quantity == "k3_kl":
                 axis.set_yscale("log")
-                axis.set_xlabel("iteration")
+            axis.set_xlabel("iteration")
     axes[0][0].legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)
@@ -223,7 +231,7 @@ def main() -> None:
                 print(", ".join(f"{name} {value}" for name, value in summary[-1].items()), flush=True)
     write(root / "runs.csv", runs)
     write(root / "summary.csv", summary)
-    plot(root / "mismatch.png", runs, arguments.engines, arguments.presets)
+    plot(root / "mismatch.png", runs, summary, arguments.engines, arguments.presets)
     print(f"written: {root / 'runs.csv'}, {root / 'summary.csv'}, {root / 'mismatch.png'}")
 
 

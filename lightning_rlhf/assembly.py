@@ -90,9 +90,12 @@ def make_trainer(config: Mapping[str, Any], *, train: bool = True) -> Trainer:
             with building("logger"):
                 logger = make(config["logger"])
     warn_about_model_checkpoint(callbacks)
+    settings = dict(config["trainer"])
+    if not train:
+        settings |= {"devices": 1, "num_nodes": 1, "strategy": "auto"}
     with building("trainer"):
         return make(
-            config["trainer"],
+            settings,
             callbacks=callbacks,
             logger=logger,
             default_root_dir=config["output_dir"],

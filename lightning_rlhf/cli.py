@@ -128,12 +128,22 @@ def _train(arguments: list[str]) -> None:
             refused.append(error)  # raised below: Hydra would print all overrides before the message
 
     register()
+    if not any(word.startswith("hydra.run.dir=") for word in arguments) and _several_processes():
+        from lightning_rlhf.launch import run_folder
+
+        folder = run_folder()
+        arguments = arguments + ([f"hydra.run.dir={folder}"] if folder else [])
     # Hydra's parser stops reading overrides at a flag behind one; flags first, both kinds in their order.
     flags = [word for word in arguments if word.startswith("-") or not ("=" in word or word.startswith("~"))]
     with _argv(["lightning-rlhf", *flags, *(word for word in arguments if word not in flags)]):
         run()
     if refused:
         raise refused[0]
+
+
+def _several_processes() -> bool:
+    """Whether this may be one of several processes started by torchrun or SLURM; costs no import."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_NTASKS" in os.environ
 
 
 def _eval(arguments: list[str]) -> None:

@@ -271,11 +271,27 @@ def trainer_options(config: Mapping[str, Any]) -> Iterator[Problem]:
     for name, acting in REFUSED_TRAINER_OPTIONS.items():
         if name in trainer:
             yield Problem(f"trainer.{name}", trainer[name], f"not used here: {acting}")
-    for name in ("devices", "num_nodes"):
-        value = trainer.get(name, 1)
-        if value != 1 and not (name == "devices" and isinstance(value, list) and len(value) == 1):
-            which = ", or a list of one device's index" if name == "devices" else ""
-            yield Problem(f"trainer.{name}", value, f"1{which}: training runs in one process at present")
+    yield from _processes(trainer)
+
+
+STRATEGIES = ("auto", "ddp")
+"""Names of strategies; others are written as a block with a _target_."""
+
+
+def _processes(trainer: Mapping[str, Any]) -> Iterator[Problem]:
+    """Devices, machines and how they work together."""
+    devices, nodes = trainer.get("devices", 1), trainer.get("num_nodes", 1)
+    whole = isinstance(devices, int) and not isinstance(devices, bool) and (devices >= 1 or devices == -1)
+    indices = isinstance(devices, list) and devices and all(isinstance(i, int) and i >= 0 for i in devices)
+    if not (whole or indices or devices == "auto"):
+        yield Problem("trainer.devices", devices, "a whole number >= 1, a list of device indices, or auto (all)")
+    if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
+        yield Problem("trainer.num_nodes", nodes, "a whole number >= 1")
+    strategy = trainer.get("strategy", "auto")
+    if isinstance(strategy, str) and strategy not in STRATEGIES:
+        near = {"fsdp": "trainer=fsdp2", "fsdp2": "trainer=fsdp2", "ddp_spawn": "ddp"}.get(strategy)
+        guess = f"did you mean {near}? " if near else ""
+        yield Problem("trainer.strategy", strategy, f"{guess}{', '.join(STRATEGIES)}, or a block with a _target_")
 
 
 def numbers(config: Mapping[str, Any]) -> Iterator[Problem]:
@@ -307,6 +323,15 @@ def combinations(config: Mapping[str, Any]) -> Iterator[Problem]:
             f"at most {batch.sequences}, the sequences of an iteration (data.prompts_per_iteration = {batch.prompts} x "
             f"rollout.samples = {batch.samples})",
         )
+    processes = processes_of(get(config, "trainer") or {})
+    if processes and batch.prompts % processes:
+        yield Problem(
+            "data.prompts_per_iteration",
+            batch.prompts,
+            f"a multiple of {processes}, the number of processes (trainer.devices x trainer.num_nodes)",
+        )
+    if processes and processes > 1 and str(get(config, "rollout._target_")).endswith("VLLMEngine"):
+        yield Problem("rollout", "vllm", "vllm_server or hf: vLLM inside of a training process runs with one process")
     longest = (get(config, "data.max_prompt_tokens") or 0) + (get(config, "rollout.max_new_tokens") or 0)
     for name in ("micro_batch_tokens", "score_tokens"):
         if getattr(update, name) < longest:
@@ -372,6 +397,14 @@ def arithmetic(config: Mapping[str, Any]) -> Arithmetic | None:
         return None
     prompts, samples, iterations = values
     return Arithmetic(prompts, samples, iterations, settings.update.epochs, settings.update.minibatch_size)
+
+
+def processes_of(trainer: Mapping[str, Any]) -> int | None:
+    """Training processes of the run; ``None`` where only the machine can tell (``auto``)."""
+    devices = trainer.get("devices", 1)
+    count = len(devices) if isinstance(devices, list) else devices
+    nodes = trainer.get("num_nodes", 1)
+    return count * nodes if isinstance(count, int) and isinstance(nodes, int) and count > 0 else None
 
 
 def settings_of(config: Mapping[str, Any]) -> PPOSettings | None:

@@ -9,7 +9,7 @@ from typing import Any
 from lightning import Trainer
 from omegaconf import DictConfig
 
-from lightning_rlhf import schema
+from lightning_rlhf import launch, schema
 from lightning_rlhf.assembly import Parts, assemble, find_checkpoint, make_trainer
 from lightning_rlhf.checkpoint import latest_valid
 from lightning_rlhf.reporting import RLMLFlowLogger
@@ -29,11 +29,11 @@ def train(config: DictConfig) -> dict[str, float]:
         InputError: a part cannot be built as configured (a malformed data row, a missing package, ...).
     """
     plain = schema.check(config)
-    for text in schema.warnings(plain):
-        print(f"note: {text}")
-    batch = schema.arithmetic(plain)
-    if batch is not None:  # an engine or data module of one's own may name its sizes otherwise
-        print(batch, flush=True)
+    processes = launch.local_devices(plain)
+    if processes > 1 and not launch.started_outside():
+        return launch.start(plain, processes)
+    if launch.is_first():
+        introduce(plain)
     checkpoint = checkpoint_to_resume(plain)
     if checkpoint is not None and (plain.get("logger") or {}).get("resume_from", ".") is None:
         in_run = checkpoint.parent.name == "checkpoints"
@@ -49,8 +49,18 @@ def train(config: DictConfig) -> dict[str, float]:
         trainer.fit(parts.module, datamodule=parts.datamodule, ckpt_path=checkpoint, weights_only=True)
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         after = held_out(trainer, parts)
-        print("\n".join(closing_lines(parts, trainer, before, after)), flush=True)
+        if trainer.is_global_zero:
+            print("\n".join(closing_lines(parts, trainer, before, after)), flush=True)
         return metrics | after
+
+
+def introduce(config: dict[str, Any]) -> None:
+    """What a user should know before the work starts."""
+    for text in schema.warnings(config):
+        print(f"note: {text}")
+    batch = schema.arithmetic(config)
+    if batch is not None:  # an engine or data module of one's own may name its sizes otherwise
+        print(batch, flush=True)
 
 
 def checkpoint_to_resume(config: dict[str, Any]) -> Path | None:
@@ -61,7 +71,8 @@ def checkpoint_to_resume(config: dict[str, Any]) -> Path | None:
         found = latest_valid(Path(config["output_dir"]) / "checkpoints")
     else:
         found = find_checkpoint(config["resume"])
-    print(f"resuming from {found}" if found else f"no checkpoint in {config['output_dir']}: starting afresh")
+    if launch.is_first():
+        print(f"resuming from {found}" if found else f"no checkpoint in {config['output_dir']}: starting afresh")
     return found
 
 

@@ -1,0 +1,171 @@
+"""One process per device: started here through PyTorch's elastic agent, or from outside by torchrun, SLURM or MPI.
+
+What the processes get is the checked configuration as a file, so they agree on it and on the output folder, and paths
+relative to the folder of the command mean the same in all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import traceback
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.accelerators import AcceleratorRegistry
+from lightning.pytorch.plugins.environments import (
+    LSFEnvironment,
+    MPIEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
+
+from lightning_rlhf.schema import InputError
+
+FILE = "launch.json"
+"""In the output folder: what the processes of a run read."""
+
+RESULT = "metrics.json"
+"""In the output folder: the last value of every metric, from the first process."""
+
+
+def started_outside() -> bool:
+    """Whether somebody else has started one process per device and told them their ranks."""
+    outside = (TorchElasticEnvironment, SLURMEnvironment, LSFEnvironment, MPIEnvironment)
+    return any(environment.detect() for environment in outside)
+
+
+def is_first() -> bool:
+    """Whether this process speaks for all of them, before they have met."""
+    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))) == 0
+
+
+def local_devices(config: Mapping[str, Any]) -> int:
+    """Devices of this machine that the configuration asks for.
+
+    Raises:
+        InputError: it asks for all devices of an accelerator that is not known.
+    """
+    trainer = config["trainer"]
+    devices = trainer.get("devices", 1)
+    if isinstance(devices, list):
+        return len(devices)
+    if devices not in ("auto", -1, "-1"):
+        return int(devices)
+    import torch
+
+    name = trainer.get("accelerator", "auto")
+    if name in ("auto", "gpu"):
+        found = torch.accelerator.current_accelerator()
+        name = "cpu" if found is None else str(found.type)
+    if name not in AcceleratorRegistry:
+        raise InputError(f"trainer.devices = {devices!r} is not allowed with trainer.accelerator = {name!r}: a number")
+    return int(AcceleratorRegistry.get(name).auto_device_count())
+
+
+def start(config: Mapping[str, Any], processes: int) -> dict[str, float]:
+    """Run ``train`` in that many processes and wait for them.
+
+    The agent ends all of them when one ends early.
+
+    Args:
+        config: plain containers, as :func:`lightning_rlhf.schema.check` returns them.
+        processes: on this machine.
+
+    Returns:
+        What the first process returned.
+
+    Raises:
+        InputError: a process failed; it has said why.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    folder = Path(config["output_dir"])
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / FILE).write_text(json.dumps(config, indent=1), encoding="utf-8")
+    (folder / RESULT).unlink(missing_ok=True)
+    agent = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        shutdown_timeout=10,  # Lightning goes on to the end of an iteration after SIGTERM; then they are killed
+    )
+    environment = {
+        "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # each process would take all cores otherwise
+    }
+    quiet = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+    before, level = dict(os.environ), quiet.level
+    os.environ.update(environment)
+    quiet.setLevel(logging.CRITICAL)  # what it says of a failure is in the error below
+    try:
+        elastic_launch(agent, sys.executable)("-m", __name__, str(folder / FILE))
+    except ChildFailedError as failure:
+        rank, first = failure.get_first_failure()
+        how = f"signal {-first.exitcode}" if first.exitcode < 0 else f"exit code {first.exitcode}"
+        raise InputError(
+            f"training has ended: process {rank} of {processes} ended with {how}, and the others were ended with it. "
+            f"What it said is above; resume={folder} goes on from the newest whole checkpoint, if there is one"
+        ) from failure
+    finally:
+        quiet.setLevel(level)
+        for name in environment:
+            os.environ.pop(name)
+        os.environ |= {name: before[name] for name in environment if name in before}
+    return json.loads((folder / RESULT).read_text(encoding="utf-8"))
+
+
+def main(file: str) -> int:
+    """One process of a run: ``python -m lightning_rlhf.launch FILE``, under whatever tells it its rank."""
+    import torch
+    from omegaconf import OmegaConf
+
+    from lightning_rlhf.noise import quiet
+    from lightning_rlhf.train import train
+
+    logging.basicConfig(format="%(message)s", level=logging.INFO if is_first() else logging.WARNING)
+    logging.getLogger("lightning").handlers.clear()
+    try:
+        with quiet():
+            metrics = train(OmegaConf.create(json.loads(Path(file).read_text(encoding="utf-8"))))
+    except InputError as error:
+        print(f"process {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)
+        return 2
+    except Exception:
+        print(f"process {os.environ['RANK']}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        return 1
+    if is_first():
+        Path(file).with_name(RESULT).write_text(json.dumps(metrics), encoding="utf-8")
+    torch.distributed.destroy_process_group()
+    return 0
+
+
+def run_folder() -> str | None:
+    """The output folder of processes started outside, the same for all; ``None`` where the clock may name it.
+
+    Each of them composes the configuration at its own time, and the clock would give each a folder of its own.
+
+    Raises:
+        InputError: they have no name in common.
+    """
+    if SLURMEnvironment.detect():
+        return f"outputs/slurm-{os.environ['SLURM_JOB_ID']}"
+    if TorchElasticEnvironment.detect():
+        name = os.environ["TORCHELASTIC_RUN_ID"]
+        if name == "none":
+            raise InputError("torchrun has no name: give it --rdzv-id=NAME or --standalone, or set hydra.run.dir=FOLDER")
+        return f"outputs/torchrun-{name}"
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
