@@ -122,6 +122,8 @@ def _train(arguments: list[str]) -> None:
         from lightning_rlhf.train import train
 
         log_once()
+        # Also under hydra.job.chdir=true: relative paths of data and models are those of the command.
+        os.chdir(hydra.utils.get_original_cwd())
         try:
             return train(config)
         except InputError as error:

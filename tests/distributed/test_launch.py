@@ -1,0 +1,152 @@
+"""Starting several processes: what is asked for, who starts them, and real runs by the command and by torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_rlhf import cli, launch
+from lightning_rlhf.schema import InputError
+
+BIN = Path(sys.executable).parent
+
+TINY = [
+    "model.source.hidden_size=32",
+    "model.source.layers=1",
+    "model.source.heads=2",
+    "threads=1",
+    "warmup=none",
+    "logger=none",
+    "callbacks=checkpoint",
+    "callbacks.checkpoint.every_n_iterations=1",
+    "data=jsonl",
+    "data.train.path=prompts.jsonl",
+    "data.validation=null",
+    "data.prompts_per_iteration=4",
+    "reward=exact_match",
+    "module.update.minibatch_size=4",
+    "module.update.epochs=1",
+    "rollout.max_new_tokens=4",
+    "trainer.enable_progress_bar=false",
+]
+
+CALLBACK = """
+import os, signal
+from pathlib import Path
+from lightning import Callback
+
+class Report(Callback):
+    def __init__(self, die_in=None):
+        self.die_in, self.iteration = die_in, 0
+
+    def on_train_batch_start(self, trainer, module, batch, index):
+        Path(f"rank_{trainer.global_rank}_of_{trainer.world_size}").write_text(trainer.default_root_dir)
+        if self.die_in == module.control.iteration + 1 and trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's folder: prompts and a callback of their own; none of the variables of a launcher."""
+    rows = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(8)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    (tmp_path / "mine.py").write_text(CALLBACK, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+# --- what is asked for -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("trainer", "count"),
+    [
+        ({"devices": 1}, 1),
+        ({"devices": 3}, 3),
+        ({"devices": [2, 5]}, 2),
+        ({"accelerator": "cpu", "devices": "auto"}, 1),
+        ({}, 1),
+    ],
+)
+def test_devices_of_this_machine(trainer: dict, count: int) -> None:
+    assert launch.local_devices({"trainer": trainer}) == count
+
+
+def test_all_devices_of_an_unknown_accelerator() -> None:
+    with pytest.raises(InputError, match=r"trainer\.devices = 'auto'"):
+        launch.local_devices({"trainer": {"accelerator": "abacus", "devices": "auto"}})
+
+
+def test_processes_started_outside_share_a_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launch.run_folder() is None and not launch.started_outside()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job7")
+    for name in ("RANK", "GROUP_RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    assert launch.started_outside() and launch.run_folder() == "outputs/torchrun-job7"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.raises(InputError, match="--rdzv-id"):
+        launch.run_folder()
+
+
+@pytest.mark.parametrize("change_folder", ["true", "false"])
+def test_relative_paths_are_those_of_the_command(folder: Path, change_folder: str) -> None:
+    assert cli.main(["train", "iterations=1", f"hydra.job.chdir={change_folder}", *TINY]) == 0
+    assert len(list(folder.glob("outputs/*/*"))) == 1
+
+
+# --- real processes --------------------------------------------------------------------------------------------------
+
+
+def run(*command: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run([*command, *TINY], capture_output=True, text=True, timeout=400, env=environment)
+
+
+@pytest.mark.slow
+def test_two_processes_one_folder_a_death_and_torchrun_goes_on(folder: Path) -> None:
+    """The command starts two processes, one is killed in the second iteration; torchrun resumes in a third way."""
+    cut = run(
+        str(BIN / "lightning-rlhf"),
+        "train",
+        "trainer=ddp",
+        "trainer.devices=2",
+        "iterations=3",
+        "hydra.job.chdir=true",
+        "+callbacks.report._target_=mine.Report",
+        "+callbacks.report.die_in=2",
+    )
+    assert cut.returncode == 2, cut.stderr
+    assert "process 1 of 2 ended with signal 9" in cut.stderr
+    [run_folder] = folder.glob("outputs/*/*")
+    assert f"resume={run_folder}" in cut.stderr
+    reports = {file.name: file.read_text() for file in folder.glob("rank_*")}
+    assert reports == dict.fromkeys(["rank_0_of_2", "rank_1_of_2"], str(run_folder)), "both ranks, one folder"
+    assert [file.name for file in (run_folder / "checkpoints").iterdir()] == ["iteration_000001.ckpt"]
+
+    resumed = run(
+        str(BIN / "torchrun"),
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "lightning_rlhf.cli",
+        "train",
+        "trainer=ddp",
+        "trainer.devices=2",
+        "iterations=3",
+        f"resume={run_folder}",
+    )
+    assert resumed.returncode == 0, resumed.stderr
+    [other] = folder.glob("outputs/torchrun-*")
+    assert {file.name for file in (other / "checkpoints").iterdir()} >= {"iteration_000003.ckpt"}
+    assert resumed.stdout.count("output folder") == 1, "one process speaks"
