@@ -1,4 +1,5 @@
-"""What all tests share: no network, no tracking of usage, composed configurations, and tiny overrides for real runs."""
+"""What all tests share: one thread, no network, no tracking of usage, composed configurations, and tiny overrides for
+real runs."""
 
 from __future__ import annotations
 
@@ -8,11 +9,25 @@ from pathlib import Path
 
 import pytest
 
+# One thread for each process of the tests, those they start included: several pools of threads on few cores wait for
+# each other most of the time. Before torch is imported, as its OpenMP reads it once.
+os.environ["OMP_NUM_THREADS"] = "1"
+ROOT = Path(__file__).resolve().parents[1]
+# Processes that tests start import this checkout, wherever they run.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 # The progress bars and colours of a terminal make the captured output of sub-processes hard to compare.
 os.environ.setdefault("COLUMNS", "200")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """A run sets the number of threads of its configuration, which the next test would go on with."""
+    import torch
+
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
