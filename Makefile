@@ -8,6 +8,10 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -q --disable-pip-version-check
 DEV_EXTRAS ?= dev,data,gguf,lora,math
+# WORKERS processes run the tests, a file of tests each at a time and one thread each; with 0 one after the other.
+# Several GB of memory for each: vLLM may start in all of them.
+WORKERS ?= 2
+PYTEST := python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart test test-fast lint format clean
@@ -19,10 +23,10 @@ quickstart: $(VENV)/.installed  ## install and train the built-in tiny model by 
 	$(BIN)/lightning-rlhf train
 
 test: $(VENV)/.installed-dev  ## the whole test suite
-	$(BIN)/python -m pytest -q -m "slow or not slow"
+	$(BIN)/$(PYTEST) -m "slow or not slow"
 
 test-fast: $(VENV)/.installed-dev  ## the tests without the slow real runs
-	$(BIN)/python -m pytest -q
+	$(BIN)/$(PYTEST)
 
 lint: $(VENV)/.installed-dev  ## ruff, formatting and types
 	$(BIN)/ruff check .

@@ -12,6 +12,7 @@ import pytest
 # One thread for each process of the tests, those they start included: several pools of threads on few cores wait for
 # each other most of the time. Before torch is imported, as its OpenMP reads it once.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # several engines would be bound to the same cores
 ROOT = Path(__file__).resolve().parents[1]
 # Processes that tests start import this checkout, wherever they run.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -20,6 +21,12 @@ os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 # The progress bars and colours of a terminal make the captured output of sub-processes hard to compare.
 os.environ.setdefault("COLUMNS", "200")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow runs come first, so that none of them is left to one of several workers at the end."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +56,16 @@ def compose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
             return hydra.compose(name, overrides=[f"output_dir={tmp_path}", *overrides])
 
         yield _compose
+
+
+@pytest.fixture(scope="session")
+def fresh_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An MLflow database without runs. Creating the tables takes seconds, so it is done once; tests get a copy."""
+    from lightning_rlhf.reporting import RLMLFlowLogger
+
+    folder = tmp_path_factory.mktemp("store")
+    RLMLFlowLogger(folder / "run", store_dir=folder)
+    return folder / "mlflow.db"
 
 
 @pytest.fixture

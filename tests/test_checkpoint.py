@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import resource
 import signal
-import subprocess
-import sys
-import textwrap
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -39,6 +36,7 @@ from lightning_rlhf.checkpoint import (
     verify,
     warn_about_model_checkpoint,
 )
+from tests.ranks import run_ranks
 
 UPDATES = [8, 5, 8, 3, 8, 2, 8, 1, 6, 4]
 """Optimiser steps of each iteration, as early breaks of PPO epochs leave them."""
@@ -447,32 +445,31 @@ def test_verify_names_the_file(tmp_path: Path) -> None:
         verify(tmp_path / "absent.ckpt")
 
 
-KILLED_WHILE_WRITING = """
-    import sys, time, torch
-    from lightning_rlhf.checkpoint import AtomicCheckpointIO
-    folder = sys.argv[1]
-    AtomicCheckpointIO().save_checkpoint({"w": torch.ones(1_000_000)}, f"{folder}/iteration_000001.ckpt")
-    save = torch.save
-    class Slow:
-        def __init__(self, file): self.file, self.size = file, 0
-        def write(self, data):
-            self.size += len(data)
-            written = self.file.write(data)
-            if self.size > 2_000_000:
-                self.file.flush()
-                print("half", flush=True)
-                time.sleep(600)
-            return written
-    torch.save = lambda content, file: save(content, Slow(file))
-    AtomicCheckpointIO().save_checkpoint({"w": torch.zeros(1_000_000)}, f"{folder}/iteration_000002.ckpt")
-"""
+class KilledHalfWay:
+    """A file whose process dies with half of a checkpoint written."""
+
+    def __init__(self, file: Any) -> None:
+        self.file, self.size = file, 0
+
+    def write(self, data: Any) -> int:
+        self.size += len(data)
+        written = self.file.write(data)
+        if self.size > 2_000_000:
+            self.file.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return written
+
+
+def save_and_be_killed(rank: int, folder: Path) -> None:
+    AtomicCheckpointIO().save_checkpoint({"w": torch.ones(1_000_000)}, folder / "iteration_000001.ckpt")
+    with mock.patch.object(torch, "save", lambda content, file, save=torch.save: save(content, KilledHalfWay(file))):
+        AtomicCheckpointIO().save_checkpoint({"w": torch.zeros(1_000_000)}, folder / "iteration_000002.ckpt")
 
 
 def test_kill_in_the_middle_of_a_write(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", textwrap.dedent(KILLED_WHILE_WRITING), str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "half\n"
-        process.send_signal(signal.SIGKILL)
+    (tmp_path / "log").mkdir()
+    alone = {"world_size": 1, "process_group": False, "ends": [-signal.SIGKILL]}
+    run_ranks(save_and_be_killed, tmp_path, folder=tmp_path / "log", **alone)
     partial = tmp_path / ".iteration_000002.ckpt.partial"
     assert partial.stat().st_size > 1_000_000
     assert latest_valid(tmp_path) == tmp_path / "iteration_000001.ckpt"
@@ -581,51 +578,42 @@ def test_every_single_step_needs_no_warning(tmp_path: Path) -> None:
 
 # --- several processes -----------------------------------------------------------------------------------------------
 
-TWO_RANKS = """
-    import json, os, resource, sys, warnings
-    from pathlib import Path
-    warnings.filterwarnings("ignore")
-    import torch
-    from lightning import Trainer, seed_everything
-    sys.path.insert(0, sys.argv[2])
-    from test_checkpoint import Numbers, Tiny, everything, files
-    from lightning_rlhf.checkpoint import CheckpointError, IterationCheckpoint, RNGState
 
-    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-    torch.set_num_threads(1)
-    def fit(name, resume=None, full_at=None):
-        module = Tiny()
-        seed_everything(rank, verbose=False)
-        if full_at:
-            limit = lambda _: resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
-            module.at[full_at] = limit
-        trainer = Trainer(max_epochs=1, accelerator="cpu", devices=2, strategy="ddp", logger=False,
-            enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
-            callbacks=[RNGState(), IterationCheckpoint(folder / name, every_n_iterations=2, keep=None)])
-        trainer.fit(module, datamodule=Numbers(4), ckpt_path=resume)
-        return everything(module)
-
-    whole = fit("whole")
-    resumed = fit("resumed", folder / "whole" / files(2)[0])
-    same = all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
-    try:
-        fit("full", full_at=3)
-    except CheckpointError as error:
-        report = {"same": same, "draw": float(whole[-3][0]), "error": str(error)}
-        (folder / f"rank{rank}.json").write_text(json.dumps(report))
-"""
+def fit_on_two(
+    rank: int, callback: IterationCheckpoint, module: Tiny, resume: Path | None = None
+) -> list[torch.Tensor]:
+    seed_everything(rank, verbose=False)
+    trainer = Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        callbacks=[RNGState(), callback],
+    )
+    trainer.fit(module, datamodule=Numbers(4), ckpt_path=resume)
+    return everything(module)
 
 
-@pytest.mark.slow
+def resume_and_fill_the_disk(rank: int, folder: Path) -> dict[str, Any]:
+    def saving(name: str) -> IterationCheckpoint:
+        return IterationCheckpoint(folder / name, every_n_iterations=2, keep=None)
+
+    whole = fit_on_two(rank, saving("whole"), Tiny())
+    resumed = fit_on_two(rank, saving("resumed"), Tiny(), resume=folder / "whole" / files(2)[0])
+    with ExitStack() as stack:
+        full = Tiny()
+        full.at[3] = lambda _: stack.enter_context(disk_full_after(5000))
+        with pytest.raises(CheckpointError) as error:
+            fit_on_two(rank, saving("full"), full)
+    return {"same": equal(whole, resumed), "draw": float(whole[-3][0]), "error": str(error.value)}
+
+
 def test_two_ranks_resume_alike_and_fail_together(tmp_path: Path) -> None:
     """Each rank gets its own generators back, and a failed write ends both ranks instead of leaving one waiting."""
-    script = tmp_path / "two_ranks.py"
-    script.write_text(textwrap.dedent(TWO_RANKS))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    result = subprocess.run(
-        [*launcher, str(script), str(tmp_path), str(Path(__file__).parent)], capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    first, second = run_ranks(resume_and_fill_the_disk, tmp_path, folder=tmp_path, process_group=False)
     assert first["same"] and second["same"] and first["draw"] != second["draw"]
     assert first["error"] == second["error"] and "was not written" in first["error"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from lightning_rlhf.callbacks import AdaptiveKL, GradientMonitor, KLEarlyStop, R
 from lightning_rlhf.checkpoint import IterationCheckpoint, RNGState, latest_valid
 from lightning_rlhf.models import Policy
 from lightning_rlhf.module import ActorCriticModule
+from tests.ranks import run_ranks
 from tests.support import fit, same, tiny_module, tiny_policy, weights
 
 
@@ -78,14 +77,14 @@ def state(module: ActorCriticModule) -> dict[str, torch.Tensor]:
     return weights(module) | moments | rates | {k: torch.tensor(v, dtype=torch.float64) for k, v in numbers.items()}
 
 
+def run_and_die(rank: int, folder: Path, kind: str) -> None:
+    run(folder, kind=kind, dies=4)
+
+
 @pytest.mark.parametrize("kind", ["separate", "lora"])
 def test_kill_in_the_middle_of_an_iteration_and_resume(tmp_path: Path, kind: str) -> None:
-    call = f"run(Path({str(tmp_path)!r}), kind={kind!r}, dies=4)"
-    code = f"from pathlib import Path; from tests.test_resume import run; {call}"
-    root = Path(__file__).resolve().parents[1]
-    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    killed = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    alone = {"world_size": 1, "process_group": False, "ends": [-signal.SIGKILL]}
+    run_ranks(run_and_die, tmp_path, kind, folder=tmp_path, **alone)
     checkpoint = latest_valid(tmp_path)
     assert checkpoint is not None and checkpoint.name == "iteration_000002.ckpt"
     resumed = run(tmp_path, kind=kind, resume=checkpoint)

@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.callbacks.two_ranks import scenarios
+from tests.ranks import run_ranks
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Every scenario of ``two_ranks.py`` as each rank saw it; a collective that one rank misses ends after 60 s."""
-    folder = tmp_path_factory.mktemp("ranks")
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.callbacks.two_ranks"]
-    pipe = {"env": environment, "cwd": folder, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    running = [subprocess.Popen([*command, str(rank), str(folder)], **pipe) for rank in (0, 1)]  # type: ignore[call-overload]
-    try:
-        said = [process.communicate(timeout=300)[0] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    assert [process.returncode for process in running] == [0, 0], said
-    return [json.loads((folder / f"rank_{rank}.json").read_text(encoding="utf-8")) for rank in (0, 1)]
+    """Every scenario of ``two_ranks.py`` as each rank saw it."""
+    return run_ranks(scenarios, folder=tmp_path_factory.mktemp("ranks"))
 
 
 EXPECTED = {

@@ -1,15 +1,10 @@
-"""What each of two processes runs for ``test_two_ranks.py``: ``python -m tests.callbacks.two_ranks RANK FOLDER``.
+"""What each of two processes runs for ``test_two_ranks.py``.
 
 Both train one model under DDP. What is made to happen happens on one of them; every decision rests on reduced numbers.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -122,19 +117,3 @@ def scenarios(rank: int) -> dict[str, Any]:
     memory.peak_memory_share = lambda device: 0.9 if rank == 1 else 0.1
     results["OOMGuard, memory nearly full"] = run([OOMGuard(min_new_tokens=2)])
     return results
-
-
-def main() -> None:
-    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
-    )
-    # What torchrun tells its processes, for Lightning to find.
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "TORCHELASTIC_RUN_ID": "test"}
-    os.environ |= {name: str(value) for name, value in place.items()}
-    (folder / f"rank_{rank}.json").write_text(json.dumps(scenarios(rank)), encoding="utf-8")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

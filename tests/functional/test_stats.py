@@ -1,22 +1,14 @@
-"""Masked statistics: reference numbers, numerical safety, and that they are global.
-
-Run as a script (``test_stats.py RANK INIT_FILE``) this file is one rank of the test with two processes.
-"""
+"""Masked statistics: reference numbers, numerical safety, and that they are global."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -31,6 +23,7 @@ from lightning_rlhf.functional.stats import (
     whiten,
 )
 from lightning_rlhf.metrics.moments import RunningMoments
+from tests.ranks import run_ranks
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "ppo_losses.json").read_text())["cases"]
 JUNK = [math.nan, math.inf, -math.inf, 1e30]
@@ -196,29 +189,17 @@ def statistics(x: Tensor, mask: Tensor) -> dict[str, Any]:
     }
 
 
-def rank_main(rank: int, init_file: str) -> None:
-    torch.set_num_threads(1)
-    timeout = timedelta(seconds=120)
-    dist.init_process_group("gloo", init_method=f"file://{init_file}", rank=rank, world_size=2, timeout=timeout)
+def of_one_rank(rank: int) -> dict[str, Any]:
     own = torch.full((2,), float(rank + 1))
     result: dict[str, Any] = {"sum": all_reduce_sum(own).tolist(), "max": all_reduce_max(own).tolist()}
     result["untouched"] = own.tolist()
     parts, masks = two_ranks()
     result["rounds"] = [statistics(parts[rank], mask.split([3, 2])[rank]) for mask in masks]
-    dist.destroy_process_group()
-    print(json.dumps(result))
+    return result
 
 
 def test_two_ranks_agree_with_one_process(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, __file__]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "init")], env=environment, stdout=subprocess.PIPE)
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=300)[0] for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0]
-    results = [json.loads(output) for output in outputs]
+    results = run_ranks(of_one_rank, folder=tmp_path)
     parts, masks = two_ranks()
     for rank, result in enumerate(results):
         assert (result["sum"], result["max"]) == ([3.0, 3.0], [2.0, 2.0])
@@ -239,7 +220,3 @@ def test_without_ranks_a_reduction_is_the_tensor_itself() -> None:
     x = torch.ones(2)
     assert all_reduce_sum(x) is x
     assert all_reduce_max(x) is x
-
-
-if __name__ == "__main__":
-    rank_main(int(sys.argv[1]), sys.argv[2])

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from lightning_rlhf.functional.correction import Plan, correct
 from lightning_rlhf.functional.rejection import parse_rules
 from lightning_rlhf.metrics.correction import PERCENTILES, TAIL_BINS, CorrectionMetrics
 from lightning_rlhf.metrics.correction_numbers import quantiles
 from lightning_rlhf.metrics.names import METRICS, check, find
+from tests.ranks import run_ranks
 
 PLAN = Plan(
     level="token",
@@ -51,9 +49,7 @@ SHARES = {
 }
 
 
-def _rank(rank: int, store: str, share: str, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def of_one_rank(rank: int, share: str) -> dict[str, Any]:
     train, rollout, mask = (x[SHARES[share][rank]] for x in batch())
     if share == "empty" and rank == 1:
         train, rollout, mask = (x[:3] for x in batch())
@@ -65,14 +61,21 @@ def _rank(rank: int, store: str, share: str, folder: str) -> None:
         metrics.update(found, train, rollout)
         results["full" if full else "cheap"] = metrics.compute()
         results["envelope"] = metrics.tail_envelope
-    torch.save(results, Path(folder) / f"{rank}.pt")
-    dist.destroy_process_group()
+    return results
+
+
+def every_share(rank: int) -> dict[str, dict[str, Any]]:
+    return {share: of_one_rank(rank, share) for share in SHARES}
+
+
+@pytest.fixture(scope="module")
+def both_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+    return run_ranks(every_share, folder=tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("share", SHARES)
-def test_two_processes_equal_one(tmp_path: Path, share: str) -> None:
-    mp.spawn(_rank, args=(str(tmp_path / "store"), share, str(tmp_path)), nprocs=2)  # type: ignore[attr-defined]
-    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
+def test_two_processes_equal_one(both_ranks: list[dict[str, dict[str, Any]]], share: str) -> None:
+    ranks = [rank[share] for rank in both_ranks]
     train, rollout, mask = batch()
     whole = correct(train, rollout, mask, PLAN)
     parts = [ranks[0]] if share == "empty" else ranks

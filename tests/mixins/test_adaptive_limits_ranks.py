@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from lightning_rlhf.control import Control
 from lightning_rlhf.functional.correction import correct
 from lightning_rlhf.metrics.correction import CorrectionMetrics
 from lightning_rlhf.mixins.adaptive_limits import AdaptiveLimits
 from lightning_rlhf.mixins.correction_settings import AdaptiveSettings, RolloutCorrectionSettings
+from tests.ranks import run_ranks
 
 SETTINGS = RolloutCorrectionSettings(
     rollout_is="token",
@@ -41,18 +40,14 @@ def steer(rows: slice) -> list[tuple[float, float]]:
     return path
 
 
-def _rank(rank: int, store: str, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    torch.save(steer(slice(0, 9) if rank == 0 else slice(9, 12)), Path(folder) / f"{rank}.pt")
-    dist.destroy_process_group()
+def share_of(rank: int) -> list[tuple[float, float]]:
+    return steer(slice(0, 9) if rank == 0 else slice(9, 12))
 
 
 def test_two_processes_steer_the_limits_as_one(tmp_path: Path) -> None:
-    mp.spawn(_rank, args=(str(tmp_path / "store"), str(tmp_path)), nprocs=2)  # type: ignore[attr-defined]
+    first, second = run_ranks(share_of, folder=tmp_path)
     whole = steer(slice(None))
     assert len(set(whole)) == 5, "both limits move"
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     assert first == second
     for found, expected in zip(first, whole, strict=True):
         assert found == pytest.approx(expected, rel=1e-9)

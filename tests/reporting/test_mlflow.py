@@ -32,14 +32,6 @@ from lightning_rlhf.reporting import RLMLFlowLogger, RunRecord, send_spooled
 from lightning_rlhf.reporting.mlflow_run import with_table
 
 
-@pytest.fixture(scope="session")
-def fresh_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Creating the tables takes seconds, so it is done once; tests get a copy."""
-    folder = tmp_path_factory.mktemp("store")
-    RLMLFlowLogger(folder / "run", store_dir=folder)
-    return folder / "mlflow.db"
-
-
 @pytest.fixture
 def store(tmp_path: Path, fresh_store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
