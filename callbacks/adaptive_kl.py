@@ -18,6 +18,8 @@ from lightning_rlhf.module import ActorCriticModule
 from lightning_rlhf.settings import SettingError
 
 Mode = Literal["pid", "seed", "proportional"]
+RISING = 0.03
+"""Relative growth of the average in an iteration that counts as being on its way up."""
 LARGEST_ERROR = math.log(20.0)
 """The controller's error is bounded to +- this: one absurd reading must not throw the coefficient across its range."""
 
@@ -31,7 +33,8 @@ class AdaptiveKL(RLHFCallback):
     ``pid``
         ``log beta = log beta_0 + kp e + ki sum(e) + kd (e - e')`` with ``e = log(average / target)``. Logarithms, since
         both quantities are positive and a KL ten times too high and ten times too low are the same error. Errors are
-        summed up only as far as they bring beta to its bound (anti-windup by conditional integration).
+        summed up only as far as they bring beta to its bound, and not while the KL is still rising to the target, as
+        that of every new policy does (anti-windup by conditional integration).
     ``seed``
         Twice the coefficient where the average is over 1.5 x target, half of it where it is under target / 1.5. After a
         change the average starts anew and nothing more happens for ``1 / (1 - smoothing)`` iterations: one high reading
@@ -55,8 +58,8 @@ class AdaptiveKL(RLHFCallback):
         self,
         target: float = 0.05,
         mode: Mode = "pid",
-        kp: float = 0.4,
-        ki: float = 0.1,
+        kp: float = 0.6,
+        ki: float = 0.2,
         kd: float = 0.4,
         smoothing: float = 0.7,
         minimum: float = 0.01,
@@ -104,9 +107,9 @@ class AdaptiveKL(RLHFCallback):
             return self._bounded(beta)
         past = self.average
         self.average = kl if past is None else self.smoothing * past + (1.0 - self.smoothing) * kl
-        return self._bounded(self._seed(beta) if self.mode == "seed" else self._pid(beta))
+        return self._bounded(self._seed(beta) if self.mode == "seed" else self._pid(beta, past))
 
-    def _pid(self, beta: float) -> float:
+    def _pid(self, beta: float, past: float | None) -> float:
         if self.origin is None:
             self.origin = math.log(beta)
         # An estimate of the KL may be 0 or negative; the bound of the error stands in for its logarithm.
@@ -115,7 +118,10 @@ class AdaptiveKL(RLHFCallback):
         slope = 0.0 if self.error is None else error - self.error
         self.error = error
         base = self.origin + self.kp * error + self.kd * slope
-        self.integral = self._integrate(base, error)
+        # A new policy has a KL of 0 whatever the coefficient: on its way up the KL says nothing of it.
+        rising = past is None or self._average() > (1 + RISING) * past
+        if error >= 0 or not rising:
+            self.integral = self._integrate(base, error)
         return math.exp(min(base + self.ki * self.integral, math.log(self.maximum)))
 
     def _integrate(self, base: float, error: float) -> float:

@@ -82,6 +82,15 @@ def test_pid_does_not_wind_up_in_200_saturated_iterations(pushed: float, bound: 
     assert betas[-1] == pytest.approx(0.07, rel=0.1) and kls[-1] == pytest.approx(TARGET, rel=0.1)
 
 
+def test_a_kl_on_its_way_up_from_0_lowers_nothing_for_good_and_one_that_stays_low_does() -> None:
+    rising = AdaptiveKL(TARGET, kp=0.0, kd=0.0, smoothing=0.0)
+    beta = 0.1
+    for kl in (0.0, 0.01, 0.02, 0.03, 0.04):
+        beta = rising.next_coefficient(beta, kl, 64)
+    assert beta == pytest.approx(0.1)
+    assert rising.next_coefficient(beta, 0.04, 64) < 0.1
+
+
 def test_one_step_of_pid_by_hand() -> None:
     """e = log 2: log(beta / 0.1) = 0.5 e + 0.1 e; then the average is 0.5 x 0.1 + 0.5 x 0.05 = 0.075, e' = log 1.5."""
     controller = AdaptiveKL(TARGET, kp=0.5, ki=0.1, kd=0.2, smoothing=0.5)
