@@ -27,6 +27,7 @@ from lightning_rlhf.metrics.names import check
 from lightning_rlhf.mixins.alp import ALPMixin
 from lightning_rlhf.mixins.rollout_correction import RolloutCorrectionMixin
 from lightning_rlhf.models import Policy, SharedCritic
+from lightning_rlhf.models.sharding import is_sharded
 from lightning_rlhf.parallel import gather_objects, place
 from lightning_rlhf.rewards import CompositeReward
 from lightning_rlhf.rollout import RolloutEngine
@@ -231,7 +232,7 @@ class ActorCriticModule(LightningModule):
             The rollout, and ``[B, R]`` float32 log-probabilities (nats), 0 on padding.
         """
         limit = min(max_new_tokens, int(self.control.value("max_new_tokens")))
-        with self.trainer.precision_plugin.forward_context():
+        with self.trainer.precision_plugin.forward_context(), self._rollouts.weights():
             answers = self.engine.generate(prompts, samples=1, max_new_tokens=limit, seed=self.seed).to(self.device)
             experience = Experience.from_rollout(answers, prompts.texts, texts=[""] * len(answers))
             temperature, budget = self.engine.sampling.temperature, self.settings.update.score_tokens
@@ -349,6 +350,21 @@ class ActorCriticModule(LightningModule):
         """The embedded engine shares the actor's weights from here on; reward models follow to the device."""
         self.engine.setup(self.actor.lm, self.tokenizer)
         self.reward.to(self.device)
+
+    def configure_model(self) -> None:
+        """Shard actor, critic and reference where the strategy says how; only the first call does anything.
+
+        They are built whole on the CPU of every rank. Their precision and the reference's fingerprint are those of the
+        whole weights, so both come first.
+        """
+        sharding = getattr(self.trainer.strategy, "sharding", None)
+        if sharding is None or is_sharded(self):
+            return
+        self.trainer.precision_plugin.convert_module(self)
+        self._reference_fingerprint()
+        for part in (self.actor, self.critic, self.reference):
+            if isinstance(part, torch.nn.Module):
+                sharding.shard(part)
 
     def teardown(self, stage: str) -> None:
         """End the thread of asynchronous rollouts."""

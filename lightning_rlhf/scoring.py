@@ -19,7 +19,6 @@ from lightning_rlhf.functional.stats import whiten
 from lightning_rlhf.metrics.batch import MetricBatch
 from lightning_rlhf.metrics.moments import RunningMoments
 from lightning_rlhf.models import Actor, AdapterReference, FrozenReference, SeparateCritic, SharedCritic
-from lightning_rlhf.models.actor import backbone, encode
 from lightning_rlhf.rewards import CompositeReward, RewardBatch
 from lightning_rlhf.settings import AdvantageSettings, PPOSettings, RewardSettings
 
@@ -88,7 +87,7 @@ def score_experience(
             scored["entropy"][rows, :columns] = output.entropy
             hidden = output.hidden
         elif shared:
-            hidden = encode(backbone(actor.lm), ids, attention, columns)
+            hidden = actor.hidden_states(ids, attention, columns)
         if reference is not None:
             scored["ref_logprobs"][rows, :columns] = reference.logprobs(ids, attention, columns, temperature)
         if critic is not None:

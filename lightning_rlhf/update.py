@@ -11,14 +11,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_rlhf.control import SCOPES, Scope
 from lightning_rlhf.events import EpochStats, MinibatchStats, UpdateStats, emit
 from lightning_rlhf.experience import Experience, MiniBatch, sample_seed, split_by_tokens
 from lightning_rlhf.functional.stats import largest_over_ranks
+from lightning_rlhf.functional.stats import all_reduce_sum, largest_over_ranks
+from lightning_rlhf.lora import whole
 from lightning_rlhf.memory import OutOfMemory, attempt, free_memory, memory_policy
 from lightning_rlhf.metrics.batch import MetricBatch
+from lightning_rlhf.models.sharding import placed
 from lightning_rlhf.parallel import average_gradients, balanced_shares, gather_experience, local_gradients, place
 
 if TYPE_CHECKING:
@@ -310,22 +314,27 @@ class Snapshot:
         """A copy for ``scope``: of the actor's weights alone, or of everything; into the memory of ``over``."""
         groups = ["actor"] if scope == "actor" else None
         parameters = _parameters(optimizer, groups)
-        # One from a checkpoint lies on the CPU and gives way to one on the device.
-        if over is None or any(w.device != p.device for w, p in zip(over.weights, parameters, strict=True)):
+        # One from a checkpoint may lie on the CPU, or be whole, and gives way to one that lies as the parameters do.
+        if over is None or not all(_lie_alike(w, p) for w, p in zip(over.weights, parameters, strict=True)):
             weights = [p.detach().clone() for p in parameters]
         else:
             weights = over.weights
-            torch._foreach_copy_(weights, parameters)
+            for weight, parameter in zip(weights, parameters, strict=True):
+                weight.copy_(parameter)
         return cls(weights, groups, None if groups else _copy_state(_plain(optimizer).state))
 
     @torch.no_grad()
     def restore(self, optimizer: Any) -> None:
         """Write the copy back, bit for bit."""
         for parameter, weight in zip(_parameters(optimizer, self.groups), self.weights, strict=True):
-            parameter.copy_(weight)
+            parameter.copy_(placed(weight, parameter))
         if self.state is not None:
             _plain(optimizer).state.clear()
             _plain(optimizer).state.update(_copy_state(self.state))
+
+
+def _lie_alike(weight: Tensor, parameter: Tensor) -> bool:
+    return weight.device == parameter.device and isinstance(weight, DTensor) == isinstance(parameter, DTensor)
 
 
 def _plain(optimizer: Any) -> Optimizer:
@@ -345,13 +354,16 @@ def _copy_state(state: Mapping[Tensor, dict[str, Any]]) -> dict[Tensor, dict[str
 
 
 def gradient_norms(optimizer: Any) -> dict[str, Tensor]:
-    """Global L2 norm of each named parameter group's gradients, as they are (scaled under float16)."""
+    """Global L2 norm of each named parameter group's gradients, as they are (scaled under float16).
+
+    The same on every rank, of sharded gradients, too.
+    """
     norms: dict[str, Tensor] = {}
     for group in optimizer.param_groups:
         gradients = [p.grad for p in group["params"] if p.grad is not None]
         device = group["params"][0].device
         none = torch.zeros((), dtype=torch.float32, device=device)
-        norms[group["name"]] = torch.nn.utils.get_total_norm(gradients) if gradients else none
+        norms[group["name"]] = whole(torch.nn.utils.get_total_norm(gradients)) if gradients else none
     return norms
 
 
