@@ -185,9 +185,25 @@ class _Reader(dcp.FileSystemReader):
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _ALLOWED:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and name not in _ALLOWED.get(module, ()):
             raise pickle.UnpicklingError(f".metadata holds {module}.{name}, which does not belong into a checkpoint")
         return super().find_class(module, name)
 
 
-_ALLOWED: set[tuple[str, str]] = set()
+_ALLOWED = {
+    "pathlib": {"PosixPath"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+}
+"""Classes in a ``.metadata`` by module, as seen with torch 2.13, and the dtypes."""
