@@ -167,7 +167,9 @@ class IterationCheckpoint(Checkpoint):
         later = [path for path in self.checkpoints if iteration_of(path) > self.iteration]
         if later and trainer.is_global_zero:
             for path in later:
-                path.rename(path.with_name(path.name + SET_ASIDE))
+                aside = path.with_name(path.name + SET_ASIDE)
+                remove(aside)  # of an earlier resume; a rename does not replace a folder
+                path.rename(aside)
             rank_zero_warn(
                 f"the run continues from iteration {self.iteration}; {len(later)} checkpoint(s) of later iterations in "
                 f"{self.dirpath} got the ending {SET_ASIDE}. Delete them if they are not needed."
