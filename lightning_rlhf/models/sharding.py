@@ -89,9 +89,7 @@ class Sharding:
         precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         pinned = self.mesh.device_type != "cpu"
         offload = CPUOffloadPolicy(pin_memory=pinned) if self.cpu_offload else OffloadPolicy()
-        fully_shard(
-            module, mesh=self.mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=True
-        )
+        fully_shard(module, mesh=self.mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=True)
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -127,6 +125,6 @@ def placed(tensor: Tensor, like: Tensor) -> Tensor:
         return tensor
     if not isinstance(tensor, DTensor):
         tensor = distribute_tensor(tensor.detach(), like.device_mesh, like.placements, src_data_rank=None)
-    target = torch.empty_like(like, dtype=tensor.dtype)
+    target: DTensor = torch.empty_like(like, dtype=tensor.dtype)  # type: ignore[assignment]
     target.to_local().copy_(tensor.to_local())
     return target
