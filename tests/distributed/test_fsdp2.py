@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,10 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from lightning_rlhf.callbacks import RLHFCallback
+from lightning_rlhf.checkpoint import latest_valid, verify
+from lightning_rlhf.checkpoint_folder import read_checkpoint
+from lightning_rlhf.evaluate import evaluate_checkpoint
 from lightning_rlhf.experience import Experience
+from lightning_rlhf.export import export_checkpoint
 from tests.distributed.fsdp2_ranks import GRADIENTS, gradients_of
+from tests.distributed.fsdp2_runs import run
 from tests.support import fit, tiny_module, tiny_policy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,3 +85,118 @@ def test_norm_and_clipping_are_of_all_shards(gradients: list[dict[str, Any]]) ->
     found = [rank["B64"] for rank in gradients[1:]]
     assert [entry["norm"] for entry in found] == [5.0, 5.0]
     assert [entry["clipped"] for entry in found] == pytest.approx([0.6, 0.8], rel=1e-5)
+
+
+# --- whole runs and their checkpoints --------------------------------------------------------------------------------
+
+RUN = [
+    "alp=decoupled",
+    "module.alp.init_sigma=1e-2",
+    "module.alp.warmup_steps=1",
+    "rollout_correction=token_tis",
+    "callbacks=stability",
+    "callbacks.calibrate.every=1",
+    "callbacks.checkpoint.every_n_iterations=1",
+    "callbacks.checkpoint.keep=null",
+    "iterations=3",
+    "threads=1",
+    "warmup=none",
+    "logger=csv",
+    "model.source.hidden_size=32",
+    "model.source.heads=2",
+    "data.prompts_per_iteration=8",
+    "data.validation.size=6",
+    "rollout.samples=2",
+    "module.update.minibatch_size=6",
+    "module.update.micro_batch_tokens=60",
+    "module.update.score_tokens=100",
+    "trainer.enable_progress_bar=false",
+]
+"""Everything at once; ranks have different numbers of micro-batches, and of parts to score."""
+
+
+def sharded_run(name: str, *more: str, checkpoint: str = "sharded", devices: int = 2) -> list[str]:
+    strategy = [f"trainer.strategy.checkpoint={checkpoint}", "trainer.strategy.timeout_seconds=60"]
+    return [*RUN, "trainer=fsdp2", "trainer.accelerator=cpu", f"trainer.devices={devices}", *strategy, f"output_dir={name}", *more]
+
+
+def looking(name: str) -> list[str]:
+    return ["+callbacks.look._target_=tests.distributed.fsdp2_runs.Look", f"+callbacks.look.path={name}.pt"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """On two ranks a whole run, and one resumed behind its first iteration that saves files in place of folders."""
+    folder = tmp_path_factory.mktemp("runs")
+    first = "resume=whole/checkpoints/iteration_000001.ckpt"
+    both = [sharded_run("whole"), sharded_run("resumed", first, checkpoint="full")]
+    (folder / "two.json").write_text(json.dumps(both), encoding="utf-8")
+    torchrun("tests.distributed.fsdp2_runs", folder, "two.json")
+    return folder
+
+
+def states(content: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Every trained weight and every entry of the optimiser."""
+    entries = content["optimizer_states"][0]["state"]
+    moments = {f"{index}.{name}": value for index in entries for name, value in entries[index].items()}
+    return {k: v for k, v in content["state_dict"].items() if not k.startswith("reference.")} | moments
+
+
+def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert torch.equal(tensor, right[name]), name
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_the_whole_run_in_folders_and_in_files(runs: Path) -> None:
+    folder, file = (runs / name / "checkpoints" / "iteration_000003.ckpt" for name in ("whole", "resumed"))
+    assert folder.is_dir() and file.is_file()
+    verify(folder)
+    verify(file)
+    whole, resumed = read_checkpoint(folder), read_checkpoint(file)
+    assert_same(states(whole), states(resumed))
+    for key in ("control", "progress"):
+        assert whole["lightning_rlhf"][key] == resumed["lightning_rlhf"][key]
+    assert whole["callbacks"] == resumed["callbacks"]
+    assert whole["lightning_rlhf"]["alp"]["sigma_difference"] == 0.0
+    assert len(whole["rng_per_rank"]) == 2
+    assert not any(name.startswith("reference.") for name in whole["state_dict"])
+    sigma = [read_checkpoint(runs / f"whole/checkpoints/iteration_00000{n}.ckpt")["state_dict"] for n in (1, 3)]
+    assert not torch.equal(sigma[0]["perturbation.log_sigma"], sigma[1]["perturbation.log_sigma"]), "it is learned"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["whole", "resumed"])
+def test_one_process_without_fsdp_goes_on(runs: Path, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = runs / kind / "checkpoints" / "iteration_000002.ckpt"
+    run([*RUN, "trainer.accelerator=cpu", f"output_dir={tmp_path}", f"resume={path}", *looking("one")])
+    assert_same(states(read_checkpoint(path)), states(torch.load("one.pt")))
+    assert latest_valid(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "iteration_000003.ckpt"
+
+
+@pytest.mark.slow
+def test_four_ranks_go_on(runs: Path, tmp_path: Path) -> None:
+    paths = {kind: runs / kind / "checkpoints" / "iteration_000002.ckpt" for kind in ("whole", "resumed")}
+    overrides = [
+        sharded_run(f"four_{kind}", f"resume={path}", *looking(kind), devices=4) for kind, path in paths.items()
+    ]
+    (tmp_path / "four.json").write_text(json.dumps(overrides), encoding="utf-8")
+    torchrun("tests.distributed.fsdp2_runs", tmp_path, "four.json", processes=4)
+    for kind, path in paths.items():
+        assert_same(states(read_checkpoint(path)), states(torch.load(tmp_path / f"{kind}.pt")))
+        third = read_checkpoint(tmp_path / f"four_{kind}" / "checkpoints" / "iteration_000003.ckpt")
+        assert third["lightning_rlhf"]["alp"]["sigma_difference"] == 0.0
+        assert third["iteration"] == 3 and len(third["rng_per_rank"]) == 4
+
+
+@pytest.mark.slow
+def test_export_and_eval_of_a_folder(runs: Path, tmp_path: Path) -> None:
+    path = runs / "whole" / "checkpoints" / "iteration_000003.ckpt"
+    exported = export_checkpoint(str(path), str(tmp_path / "out"))
+    plain = AutoModelForCausalLM.from_pretrained(exported).state_dict()
+    trained = {k.removeprefix("actor.lm."): v for k, v in states(read_checkpoint(path)).items() if k.startswith("actor.")}
+    assert_same(plain, trained)
+    numbers = evaluate_checkpoint(str(runs / "whole"))
+    assert 0 <= numbers["eval/exact_match"] <= 1
