@@ -12,8 +12,13 @@ import torch
 import torch.distributed as dist
 from lightning import Callback, Trainer
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_rlhf.callbacks import RLHFCallback
+from lightning_rlhf import checkpoint_folder
+from lightning_rlhf.callbacks import OOMGuard, RLHFCallback
+from lightning_rlhf.checkpoint_files import CheckpointError, verify
+from lightning_rlhf.checkpoint_folder import read_checkpoint, write_folder
 from lightning_rlhf.events import emit
 from lightning_rlhf.experience import Experience
 from lightning_rlhf.lora import whole
@@ -87,7 +92,11 @@ def varied_module(settings: dict[str, Any], **more: Any) -> PPOModule:
     # A step so small that all minibatches see the same weights.
     rates = {"actor": {"lr": 1e-30}, "critic": {"lr": 1e-30}}
     module: Any = tiny_module(
-        policy=tiny_policy(**tied, **settings["policy"]), cls=Fixed, **rates, **({"update": UPDATE} | settings["module"]), **more
+        policy=tiny_policy(**tied, **settings["policy"]),
+        cls=Fixed,
+        **rates,
+        **({"update": UPDATE} | settings["module"]),
+        **more,
     )
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -106,7 +115,9 @@ def trainer(strategy: Any = "auto", callbacks: list[Callback] | None = None, **o
     )  # fmt: skip
 
 
-def gradients_of(name: str, experience: dict[str, Any], strategy: Any = "auto", devices: int = 1) -> list[dict[str, Tensor]]:
+def gradients_of(
+    name: str, experience: dict[str, Any], strategy: Any = "auto", devices: int = 1
+) -> list[dict[str, Tensor]]:
     module, seen = varied_module(GRADIENTS[name]), Gradients()
     module.experience = experience
     with same_noise_everywhere():
@@ -129,9 +140,57 @@ def small_clip(mesh: Any) -> dict[str, Any]:
     return {"norm": float(norms["actor"]), "clipped": layer.weight.grad.to_local().item()}
 
 
+def failed_save(folder: Path) -> list[str]:
+    """Errors of two saves over an older one: on rank 1 the disk is full in the first, on rank 0 in the second."""
+    mesh, path, errors = init_device_mesh("cpu", (2,)), folder / "iteration_000001.ckpt", []
+    content = {"state_dict": {"w": distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])}, "iteration": 1}
+    write_folder(content, path)
+    digest = checkpoint_folder.digest
+    for broken in (1, 0):
+
+        def full(file: Path, broken: int = broken) -> dict[str, Any]:
+            if dist.get_rank() == broken:
+                raise OSError(28, "No space left on device")
+            return digest(file)
+
+        checkpoint_folder.digest = full
+        try:
+            write_folder(content, path)
+        except CheckpointError as error:
+            errors.append(str(error))
+    checkpoint_folder.digest = digest
+    dist.barrier()
+    assert [file.name for file in folder.glob("*.ckpt")] == [path.name]
+    assert not list(folder.glob(".*"))
+    verify(path)
+    write_folder(content, path)  # over the older one
+    verify(path)
+    assert torch.equal(read_checkpoint(path)["state_dict"]["w"], torch.arange(6.0))
+    return errors
+
+
+class Hungry(Fixed):
+    """Rank 1 has memory for one row."""
+
+    def micro_batch_loss(self, micro: Any, metrics: Any) -> Tensor:
+        if dist.get_rank() == 1 and len(micro) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory (simulated)")
+        return super().micro_batch_loss(micro, metrics)
+
+
+def out_of_memory(experience: dict[str, Any]) -> None:
+    """With the guard that would repeat the minibatch under DDP."""
+    module = tiny_module(cls=Hungry, update=UPDATE)
+    module.experience = experience
+    trainer(FSDP2Strategy(timeout_seconds=60), [OOMGuard()], devices=2).fit(module, datamodule=prompts(module))
+
+
 def main() -> None:
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
+    if len(sys.argv) > 2:
+        out_of_memory(torch.load(folder / "experience.pt", weights_only=False)["LoRA"])
+        return
     results: dict[str, Any] = {}
     world = 2
     for name in GRADIENTS:
@@ -139,6 +198,7 @@ def main() -> None:
         experience = torch.load(folder / "experience.pt", weights_only=False)[name]
         results[name] = gradients_of(name, experience, strategy, world)
     results["B64"] = small_clip(strategy.device_mesh["data_parallel"])
+    results["failed saves"] = failed_save(folder)
     torch.save(results, folder / f"rank_{dist.get_rank()}.pt")
     dist.destroy_process_group()
 

@@ -24,7 +24,10 @@ class Look(Callback):
         self.path = path
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        state = {"state_dict": dict(pl_module.state_dict()), "optimizer_states": [pl_module.optimizers().optimizer.state_dict()]}
+        state = {
+            "state_dict": dict(pl_module.state_dict()),
+            "optimizer_states": [pl_module.optimizers().optimizer.state_dict()],
+        }
         state = _whole(state)
         if trainer.is_global_zero:
             torch.save(state, self.path)

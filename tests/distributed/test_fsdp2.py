@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -27,7 +28,7 @@ from tests.support import fit, tiny_module, tiny_policy
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def torchrun(module: str, folder: Path, *arguments: str, processes: int = 2, timeout: float = 400) -> str:
+def torchrun(module: str, folder: Path, *arguments: str, processes: int = 2, fails: bool = False) -> str:
     """Start a module in several processes and wait; a hang fails."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -37,10 +38,10 @@ def torchrun(module: str, folder: Path, *arguments: str, processes: int = 2, tim
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=500,
     )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-12000:]
-    return done.stdout
+    assert (done.returncode == 0) != fails, done.stdout[-4000:] + done.stderr[-12000:]
+    return done.stdout + done.stderr
 
 
 class Keep(RLHFCallback):
@@ -49,17 +50,24 @@ class Keep(RLHFCallback):
 
 
 @pytest.fixture(scope="module")
-def gradients(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What one process and each of two ranks found; the experience is scored by one process."""
-    folder = tmp_path_factory.mktemp("gradients")
-    scored, alone = {}, {}
+def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with experience for each of the settings, scored by one process."""
+    folder, scored = tmp_path_factory.mktemp("gradients"), {}
     for name, settings in GRADIENTS.items():
         keep = Keep()
         module = tiny_module(policy=tiny_policy(**settings["policy"]), iterations=1, max_new_tokens=9)
         fit(module, [keep], folder=folder)
         scored[name] = keep.experience
-        alone[name] = gradients_of(name, keep.experience)
     torch.save(scored, folder / "experience.pt")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def gradients(scored: Path) -> list[dict[str, Any]]:
+    """What one process and each of two ranks found."""
+    experience = torch.load(scored / "experience.pt", weights_only=False)
+    alone = {name: gradients_of(name, experience[name]) for name in GRADIENTS}
+    folder = scored
     torchrun("tests.distributed.fsdp2_ranks", folder, str(folder))
     return [alone, *(torch.load(folder / f"rank_{rank}.pt", weights_only=False) for rank in (0, 1))]
 
@@ -85,6 +93,24 @@ def test_norm_and_clipping_are_of_all_shards(gradients: list[dict[str, Any]]) ->
     found = [rank["B64"] for rank in gradients[1:]]
     assert [entry["norm"] for entry in found] == [5.0, 5.0]
     assert [entry["clipped"] for entry in found] == pytest.approx([0.6, 0.8], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_older_one(gradients: list[dict[str, Any]]) -> None:
+    first, second = (rank["failed saves"] for rank in gradients[1:])
+    assert first == second and len(first) == 2
+    for error, rank in zip(first, (1, 0), strict=True):
+        assert re.search(rf"iteration_000001.ckpt was not written: rank {rank}: .*No space left.*GiB free there", error)
+
+
+@pytest.mark.slow
+def test_out_of_memory_on_one_rank_names_the_key_and_ends_the_others(scored: Path) -> None:
+    said = torchrun("tests.distributed.fsdp2_ranks", scored, str(scored), "out of memory", fails=True)
+    assert re.search(
+        r"rank1.*OutOfMemory: CUDA out of memory \(simulated\): a micro-batch of \d+ tokens does not fit.*"
+        r"lower module.update.micro_batch_tokens = 40",
+        said,
+    )
 
 
 # --- whole runs and their checkpoints --------------------------------------------------------------------------------
@@ -117,7 +143,15 @@ RUN = [
 
 def sharded_run(name: str, *more: str, checkpoint: str = "sharded", devices: int = 2) -> list[str]:
     strategy = [f"trainer.strategy.checkpoint={checkpoint}", "trainer.strategy.timeout_seconds=60"]
-    return [*RUN, "trainer=fsdp2", "trainer.accelerator=cpu", f"trainer.devices={devices}", *strategy, f"output_dir={name}", *more]
+    return [
+        *RUN,
+        "trainer=fsdp2",
+        "trainer.accelerator=cpu",
+        f"trainer.devices={devices}",
+        *strategy,
+        f"output_dir={name}",
+        *more,
+    ]
 
 
 def looking(name: str) -> list[str]:
@@ -159,6 +193,8 @@ def test_a_resumed_run_is_the_whole_run_in_folders_and_in_files(runs: Path) -> N
     for key in ("control", "progress"):
         assert whole["lightning_rlhf"][key] == resumed["lightning_rlhf"][key]
     assert whole["callbacks"] == resumed["callbacks"]
+    copies = [dict(enumerate(content["lightning_rlhf"]["update"]["actor"])) for content in (whole, resumed)]
+    assert_same(*copies)
     assert whole["lightning_rlhf"]["alp"]["sigma_difference"] == 0.0
     assert len(whole["rng_per_rank"]) == 2
     assert not any(name.startswith("reference.") for name in whole["state_dict"])
@@ -168,7 +204,9 @@ def test_a_resumed_run_is_the_whole_run_in_folders_and_in_files(runs: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["whole", "resumed"])
-def test_one_process_without_fsdp_goes_on(runs: Path, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_without_fsdp_goes_on(
+    runs: Path, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     path = runs / kind / "checkpoints" / "iteration_000002.ckpt"
     run([*RUN, "trainer.accelerator=cpu", f"output_dir={tmp_path}", f"resume={path}", *looking("one")])
@@ -196,7 +234,9 @@ def test_export_and_eval_of_a_folder(runs: Path, tmp_path: Path) -> None:
     path = runs / "whole" / "checkpoints" / "iteration_000003.ckpt"
     exported = export_checkpoint(str(path), str(tmp_path / "out"))
     plain = AutoModelForCausalLM.from_pretrained(exported).state_dict()
-    trained = {k.removeprefix("actor.lm."): v for k, v in states(read_checkpoint(path)).items() if k.startswith("actor.")}
+    trained = {
+        k.removeprefix("actor.lm."): v for k, v in states(read_checkpoint(path)).items() if k.startswith("actor.")
+    }
     assert_same(plain, trained)
     numbers = evaluate_checkpoint(str(runs / "whole"))
     assert 0 <= numbers["eval/exact_match"] <= 1
