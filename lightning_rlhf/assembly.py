@@ -124,9 +124,7 @@ def find_checkpoint(place: str) -> Path:
     found = latest_valid(path / "checkpoints") or latest_valid(path)
     if found is None:
         what = "holds no whole checkpoint" if path.is_dir() else "does not exist"
-        raise InputError(
-            f"checkpoint = {place!r} {what}; allowed: a .ckpt or the output folder of a run"
-        )
+        raise InputError(f"checkpoint = {place!r} {what}; allowed: a .ckpt or the output folder of a run")
     return found
 
 
