@@ -25,7 +25,7 @@ def evaluate_checkpoint(checkpoint: str, overrides: Sequence[str] = ()) -> dict[
         InputError: no such checkpoint, or an override that cannot work.
     """
     path, saved = load_checkpoint(checkpoint)
-    config = in_one_process(override(saved["lightning_rlhf"]["run_config"], overrides))
+    config = override(saved["lightning_rlhf"]["run_config"], overrides)
     plain = schema.check(OmegaConf.create(config))
     parts = assemble(without_reference(plain), warm_up=False)
     parts.module.load_state_dict({k: v for k, v in saved["state_dict"].items() if not k.startswith("reference.")})
@@ -60,11 +60,6 @@ def override(config: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]
             near = hint(key, [name for name, _ in schema.flatten(config)])
             raise schema.InputError(f"the run has no key {key!r}" + (f"; {near}" if near else "")) from error
     return OmegaConf.to_container(node)  # type: ignore[return-value]
-
-
-def in_one_process(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of a run of several processes, for one: whatever its strategy, the weights fit together."""
-    return config | {"trainer": config["trainer"] | {"devices": 1, "num_nodes": 1, "strategy": "auto"}}
 
 
 def without_reference(config: dict[str, Any]) -> dict[str, Any]:

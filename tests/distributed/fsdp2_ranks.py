@@ -1,23 +1,23 @@
-"""What each rank runs for ``test_fsdp2.py``: ``torchrun ... -m tests.distributed.fsdp2_ranks SCENARIOS FOLDER``."""
+"""What each rank runs for ``test_fsdp2.py``."""
 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hydra
 import torch
 import torch.distributed as dist
-from lightning import Callback, Trainer
+from lightning import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_rlhf import checkpoint_folder
 from lightning_rlhf.callbacks import OOMGuard, RLHFCallback
-from lightning_rlhf.checkpoint_files import CheckpointError, verify
+from lightning_rlhf.checkpoint_files import CheckpointError, verify, with_items
 from lightning_rlhf.checkpoint_folder import read_checkpoint, write_folder
 from lightning_rlhf.events import emit
 from lightning_rlhf.experience import Experience
@@ -25,6 +25,7 @@ from lightning_rlhf.lora import whole
 from lightning_rlhf.models import perturbation
 from lightning_rlhf.module import PPOModule
 from lightning_rlhf.strategies import FSDP2Strategy
+from lightning_rlhf.train import train
 from lightning_rlhf.update import clip_gradients, gradient_norms
 from tests.support import prompts, tiny_module, tiny_policy
 
@@ -140,7 +141,7 @@ def small_clip(mesh: Any) -> dict[str, Any]:
     return {"norm": float(norms["actor"]), "clipped": layer.weight.grad.to_local().item()}
 
 
-def failed_save(folder: Path) -> list[str]:
+def failed_saves(folder: Path) -> list[str]:
     """Errors of two saves over an older one: on rank 1 the disk is full in the first, on rank 0 in the second."""
     mesh, path, errors = init_device_mesh("cpu", (2,)), folder / "iteration_000001.ckpt", []
     content = {"state_dict": {"w": distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])}, "iteration": 1}
@@ -178,30 +179,52 @@ class Hungry(Fixed):
         return super().micro_batch_loss(micro, metrics)
 
 
-def out_of_memory(experience: dict[str, Any]) -> None:
+def out_of_memory(rank: int, experience: dict[str, Any]) -> None:
     """With the guard that would repeat the minibatch under DDP."""
-    module = tiny_module(cls=Hungry, update=UPDATE)
+    module: Any = tiny_module(cls=Hungry, update=UPDATE)
     module.experience = experience
     trainer(FSDP2Strategy(timeout_seconds=60), [OOMGuard()], devices=2).fit(module, datamodule=prompts(module))
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    folder = Path(sys.argv[1])
-    if len(sys.argv) > 2:
-        out_of_memory(torch.load(folder / "experience.pt", weights_only=False)["LoRA"])
-        return
-    results: dict[str, Any] = {}
-    world = 2
-    for name in GRADIENTS:
-        strategy = FSDP2Strategy(timeout_seconds=60, **GRADIENTS[name].get("strategy", {}))
-        experience = torch.load(folder / "experience.pt", weights_only=False)[name]
-        results[name] = gradients_of(name, experience, strategy, world)
-    results["B64"] = small_clip(strategy.device_mesh["data_parallel"])
-    results["failed saves"] = failed_save(folder)
-    torch.save(results, folder / f"rank_{dist.get_rank()}.pt")
-    dist.destroy_process_group()
+def numbers(rank: int, experience: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Gradients of every setting, the norm over shards, and saves that fail."""
+    found: dict[str, Any] = {}
+    for name, settings in GRADIENTS.items():
+        strategy = FSDP2Strategy(timeout_seconds=60, **settings.get("strategy", {}))
+        found[name] = gradients_of(name, experience[name], strategy, 2)
+    found["B64"] = small_clip(init_device_mesh("cpu", (2,)))
+    found["failed saves"] = failed_saves(Path.cwd() / "saves")
+    return found
 
 
-if __name__ == "__main__":
-    main()
+class Look(Callback):
+    """Writes what a run begins with: every weight and the optimiser's state, whole."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        optimizer: Any = pl_module.optimizers()
+        states = {"state_dict": dict(pl_module.state_dict()), "optimizer_states": [optimizer.optimizer.state_dict()]}
+        states = _whole(states)
+        if trainer.is_global_zero:
+            torch.save(states, self.path)
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return whole(value).clone()
+    if isinstance(value, dict):
+        return with_items(value, ((key, _whole(item)) for key, item in value.items()))
+    return [_whole(item) for item in value] if isinstance(value, list) else value
+
+
+def run(overrides: list[str]) -> dict[str, float]:
+    with hydra.initialize_config_module("lightning_rlhf.conf", version_base="1.3"):
+        config = hydra.compose("train", overrides=overrides)
+    return train(config)
+
+
+def run_all(rank: int, runs: list[list[str]]) -> list[dict[str, float]]:
+    """Trainings one after the other."""
+    return [run(overrides) for overrides in runs]

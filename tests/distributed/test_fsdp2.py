@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -21,27 +17,9 @@ from lightning_rlhf.checkpoint_folder import read_checkpoint
 from lightning_rlhf.evaluate import evaluate_checkpoint
 from lightning_rlhf.experience import Experience
 from lightning_rlhf.export import export_checkpoint
-from tests.distributed.fsdp2_ranks import GRADIENTS, gradients_of
-from tests.distributed.fsdp2_runs import run
+from tests.distributed.fsdp2_ranks import GRADIENTS, gradients_of, numbers, out_of_memory, run, run_all
+from tests.ranks import run_ranks
 from tests.support import fit, tiny_module, tiny_policy
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def torchrun(module: str, folder: Path, *arguments: str, processes: int = 2, fails: bool = False) -> str:
-    """Start a module in several processes and wait; a hang fails."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "-m", module, *arguments],
-        env=environment,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert (done.returncode == 0) != fails, done.stdout[-4000:] + done.stderr[-12000:]
-    return done.stdout + done.stderr
 
 
 class Keep(RLHFCallback):
@@ -50,26 +28,22 @@ class Keep(RLHFCallback):
 
 
 @pytest.fixture(scope="module")
-def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with experience for each of the settings, scored by one process."""
-    folder, scored = tmp_path_factory.mktemp("gradients"), {}
+def scored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Experience for each of the settings, scored by one process."""
+    scored = {}
     for name, settings in GRADIENTS.items():
         keep = Keep()
         module = tiny_module(policy=tiny_policy(**settings["policy"]), iterations=1, max_new_tokens=9)
-        fit(module, [keep], folder=folder)
+        fit(module, [keep], folder=tmp_path_factory.mktemp("scored"))
         scored[name] = keep.experience
-    torch.save(scored, folder / "experience.pt")
-    return folder
+    return scored
 
 
 @pytest.fixture(scope="module")
-def gradients(scored: Path) -> list[dict[str, Any]]:
+def gradients(scored: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What one process and each of two ranks found."""
-    experience = torch.load(scored / "experience.pt", weights_only=False)
-    alone = {name: gradients_of(name, experience[name]) for name in GRADIENTS}
-    folder = scored
-    torchrun("tests.distributed.fsdp2_ranks", folder, str(folder))
-    return [alone, *(torch.load(folder / f"rank_{rank}.pt", weights_only=False) for rank in (0, 1))]
+    alone = {name: gradients_of(name, scored[name]) for name in GRADIENTS}
+    return [alone, *run_ranks(numbers, scored, folder=tmp_path_factory.mktemp("gradients"), process_group=False)]
 
 
 @pytest.mark.slow
@@ -104,13 +78,14 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_older_one(gra
 
 
 @pytest.mark.slow
-def test_out_of_memory_on_one_rank_names_the_key_and_ends_the_others(scored: Path) -> None:
-    said = torchrun("tests.distributed.fsdp2_ranks", scored, str(scored), "out of memory", fails=True)
+def test_out_of_memory_on_one_rank_names_the_key_and_ends_the_others(scored: dict[str, Any], tmp_path: Path) -> None:
+    run_ranks(out_of_memory, scored["LoRA"], folder=tmp_path, process_group=False, ends=[1, 1])
     assert re.search(
-        r"rank1.*OutOfMemory: CUDA out of memory \(simulated\): a micro-batch of \d+ tokens does not fit.*"
+        r"OutOfMemory: CUDA out of memory \(simulated\): a micro-batch of \d+ tokens does not fit.*"
         r"lower module.update.micro_batch_tokens = 40",
-        said,
+        (tmp_path / "rank_1.log").read_text(),
     )
+    assert "Connection closed by peer" in (tmp_path / "rank_0.log").read_text()
 
 
 # --- whole runs and their checkpoints --------------------------------------------------------------------------------
@@ -155,7 +130,7 @@ def sharded_run(name: str, *more: str, checkpoint: str = "sharded", devices: int
 
 
 def looking(name: str) -> list[str]:
-    return ["+callbacks.look._target_=tests.distributed.fsdp2_runs.Look", f"+callbacks.look.path={name}.pt"]
+    return ["+callbacks.look._target_=tests.distributed.fsdp2_ranks.Look", f"+callbacks.look.path={name}.pt"]
 
 
 @pytest.fixture(scope="module")
@@ -164,8 +139,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     first = "resume=whole/checkpoints/iteration_000001.ckpt"
     both = [sharded_run("whole"), sharded_run("resumed", first, checkpoint="full")]
-    (folder / "two.json").write_text(json.dumps(both), encoding="utf-8")
-    torchrun("tests.distributed.fsdp2_runs", folder, "two.json")
+    # DDP goes on behind a folder, and FSDP2 behind the file that DDP writes.
+    second, third = "resume=whole/checkpoints/iteration_000002.ckpt", "resume=ddp/checkpoints/iteration_000003.ckpt"
+    ddp = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "output_dir=ddp"]
+    both.append([*RUN, *ddp, second, *looking("ddp")])
+    both.append(sharded_run("back", third, "iterations=4", *looking("back")))
+    run_ranks(run_all, both, folder=folder, process_group=False)
     return folder
 
 
@@ -215,13 +194,20 @@ def test_one_process_without_fsdp_goes_on(
 
 
 @pytest.mark.slow
+def test_ddp_goes_on_and_back(runs: Path) -> None:
+    behind = {"ddp": "whole/checkpoints/iteration_000002.ckpt", "back": "ddp/checkpoints/iteration_000003.ckpt"}
+    for kind, path in behind.items():
+        assert_same(states(read_checkpoint(runs / path)), states(torch.load(runs / f"{kind}.pt")))
+    assert latest_valid(runs / "back" / "checkpoints") == runs / "back" / "checkpoints" / "iteration_000004.ckpt"
+
+
+@pytest.mark.slow
 def test_four_ranks_go_on(runs: Path, tmp_path: Path) -> None:
     paths = {kind: runs / kind / "checkpoints" / "iteration_000002.ckpt" for kind in ("whole", "resumed")}
     overrides = [
         sharded_run(f"four_{kind}", f"resume={path}", *looking(kind), devices=4) for kind, path in paths.items()
     ]
-    (tmp_path / "four.json").write_text(json.dumps(overrides), encoding="utf-8")
-    torchrun("tests.distributed.fsdp2_runs", tmp_path, "four.json", processes=4)
+    run_ranks(run_all, overrides, folder=tmp_path, process_group=False, world_size=4)
     for kind, path in paths.items():
         assert_same(states(read_checkpoint(path)), states(torch.load(tmp_path / f"{kind}.pt")))
         third = read_checkpoint(tmp_path / f"four_{kind}" / "checkpoints" / "iteration_000003.ckpt")
