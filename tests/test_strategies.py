@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_rlhf.callbacks import RLHFCallback
@@ -55,13 +54,13 @@ class Types(RLHFCallback):
         layer = module.actor.lm.model.layers[0]
         self.found: dict[str, torch.dtype] = {}
 
-        def in_layer(module: nn.Module, args: Any) -> None:
+        def in_layer(module: Any, args: Any) -> None:
             self.found |= {"hidden": args[0].dtype, "weight": module.mlp.up_proj.weight.dtype}
 
         def in_head(module: Any, args: Any) -> None:
             self.found |= {"value head": module.weight.dtype}
 
-        def after(module: nn.Module, args: Any, output: Any) -> None:
+        def after(module: Any, args: Any, output: Any) -> None:
             self.found |= {"log-probabilities": output.logprobs.dtype, "entropy": output.entropy.dtype}
 
         self.handles = [
@@ -119,7 +118,7 @@ def test_one_rank_is_the_run_without_sharding(policy: dict[str, Any], settings: 
 def test_rollouts_ahead_are_drawn_from_a_whole_copy() -> None:
     module = tiny_module(iterations=2)
     module.engine = HFEngine(samples=2, max_new_tokens=6, lag=1)
-    trainer = fit(module, strategy=FSDP2Strategy(), accelerator="cpu")
+    trainer: Any = fit(module, strategy=FSDP2Strategy(), accelerator="cpu")
     own = module.engine._require_setup()[0].lm.state_dict()
     trained = module.actor.lm.state_dict()
     assert all(torch.equal(own[name], trained[name].full_tensor()) for name in own)

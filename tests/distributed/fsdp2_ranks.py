@@ -119,7 +119,8 @@ def trainer(strategy: Any = "auto", callbacks: list[Callback] | None = None, **o
 def gradients_of(
     name: str, experience: dict[str, Any], strategy: Any = "auto", devices: int = 1
 ) -> list[dict[str, Tensor]]:
-    module, seen = varied_module(GRADIENTS[name]), Gradients()
+    module: Any = varied_module(GRADIENTS[name])
+    seen = Gradients()
     module.experience = experience
     with same_noise_everywhere():
         trainer(strategy, [seen], devices=devices).fit(module, datamodule=prompts(module))
@@ -154,7 +155,7 @@ def failed_saves(folder: Path) -> list[str]:
                 raise OSError(28, "No space left on device")
             return digest(file)
 
-        checkpoint_folder.digest = full
+        checkpoint_folder.digest = full  # type: ignore[assignment]
         try:
             write_folder(content, path)
         except CheckpointError as error:
