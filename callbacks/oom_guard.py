@@ -23,7 +23,8 @@ class OOMGuard(RLHFCallback):
     Update: the token budget of a micro-batch halves and the minibatch is done again from its start, so its gradient is
     the one without the error; down to one sequence, then the run ends with a clear message. Generation: the prompts are
     drawn in halves. Both sizes are kept, and doubled again after ``retry_after`` iterations without an error; where
-    that fails the next wait is twice as long.
+    that fails the next wait is twice as long. With a sharded model (``trainer=fsdp2``) an update cannot be done again,
+    because the other ranks wait inside it: the run ends, and the error names the key to lower.
 
     Rollout: while tensors held more than ``high`` of the device's memory at the end of generation, each iteration
     takes a share of ``max_new_tokens`` away; under ``low`` it comes back step by step. Decided on the fullest rank.

@@ -18,6 +18,8 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import Logger
 
 from lightning_rlhf.checkpoint import RNGState, latest_valid, warn_about_model_checkpoint
+from lightning_rlhf.checkpoint_files import is_sharded
+from lightning_rlhf.checkpoint_folder import read_checkpoint
 from lightning_rlhf.data import PromptDataModule
 from lightning_rlhf.locate import locate
 from lightning_rlhf.models import LoadedModel
@@ -111,18 +113,18 @@ def make_trainer(config: Mapping[str, Any], *, train: bool = True) -> Trainer:
 
 
 def find_checkpoint(place: str) -> Path:
-    """The checkpoint file that ``place`` names: a file, a folder of checkpoints, or a run's folder.
+    """The checkpoint that ``place`` names: itself, a folder of checkpoints, or a run's folder.
 
     Raises:
         InputError: there is no whole checkpoint.
     """
     path = Path(place).expanduser()
-    if path.is_file():
+    if path.is_file() or is_sharded(path):
         return path
     found = latest_valid(path / "checkpoints") or latest_valid(path)
     if found is None:
         what = "holds no whole checkpoint" if path.is_dir() else "does not exist"
-        raise InputError(f"checkpoint = {place!r} {what}; a .ckpt file or the output folder of a run is allowed")
+        raise InputError(f"checkpoint = {place!r} {what}; allowed: a .ckpt or the output folder of a run")
     return found
 
 
@@ -134,7 +136,7 @@ def load_checkpoint(place: str) -> tuple[Path, dict[str, Any]]:
     """
     path = find_checkpoint(place)
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = read_checkpoint(path)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise InputError(f"checkpoint = {str(path)!r} cannot be read: {str(error).splitlines()[0]}") from error
     if not isinstance(content, dict) or not content.get("lightning_rlhf", {}).get("run_config"):

@@ -8,12 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-import pickle
 import random
-import re
-import shutil
-import zipfile
-from collections import OrderedDict
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
@@ -25,87 +20,33 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
-from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from lightning_rlhf.checkpoint_files import (
+    PARTIAL,
+    SET_ASIDE,
+    CheckpointError,
+    iteration_of,
+    latest_valid,
+    not_written,
+    partial_of,
+    plain,
+    put_in_place,
+    remove,
+    verify,
+)
+from lightning_rlhf.checkpoint_folder import read_checkpoint
 from lightning_rlhf.parallel import gather_objects
 
-PARTIAL, SET_ASIDE = ".partial", ".set_aside"
-"""Endings of a file still being written, and of a checkpoint from a future that a resumed run does not share."""
-
-_LEAVES = (torch.Tensor, torch.nn.Parameter, torch.dtype, torch.device, torch.Size)
-_SCALARS = (bool, int, float, complex, str, bytes, type(None))
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that could not be written, or is not whole."""
-
-
-# --- content ---------------------------------------------------------------------------------------------------------
-
-
-def plain(value: Any, where: str = "checkpoint") -> Any:
-    """The value in plain containers, which ``torch.load(weights_only=True)`` accepts.
-
-    OmegaConf containers are resolved; tensors are not copied. ``where`` is what an error calls the value.
-
-    Raises:
-        CheckpointError: names the key that holds anything but tensors, numbers, strings and containers of them.
-    """
-    kind = type(value)
-    if kind in _LEAVES or kind in _SCALARS:
-        return value
-    if kind in (DictConfig, ListConfig):
-        return plain(OmegaConf.to_container(value, resolve=True), where)
-    if kind in (dict, OrderedDict):
-        # Lightning stores the class of OmegaConf hyper-parameters beside them; once they are plain it is not needed.
-        entries = ((k, v) for k, v in value.items() if k != LightningModule.CHECKPOINT_HYPER_PARAMS_TYPE)
-        copy = kind((plain(k, f"a key of {where}"), plain(v, f"{where}[{k!r}]")) for k, v in entries)
-        if kind is OrderedDict:
-            vars(copy).update(vars(value))  # a state_dict carries the versions of its modules as an attribute
-        return copy
-    if kind in (list, tuple, set):
-        return kind(plain(item, f"{where}[{index}]") for index, item in enumerate(value))
-    raise CheckpointError(
-        f"{where} is a {kind.__module__}.{kind.__qualname__}; a checkpoint holds tensors, numbers, strings and plain "
-        "containers only, so that it can be loaded with weights_only=True"
-    )
-
-
-def verify(path: str | Path) -> None:
-    """Read a checkpoint file through: directory at its end, checksum (CRC-32) of every record, safe to unpickle.
-
-    Raises:
-        CheckpointError: says what is wrong with the file.
-    """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-        if damaged is not None:
-            raise CheckpointError(f"the checksum of {damaged} is wrong")
-        torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (OSError, RuntimeError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{path} is not a whole checkpoint: {error}") from error
-
-
-def latest_valid(folder: str | Path) -> Path | None:
-    """The newest checkpoint of a folder that is whole: the highest iteration, then the time of writing.
-
-    Warns about every newer one that is not. ``None`` if there is none, or no such folder.
-    """
-    for path in sorted(Path(folder).glob("[!.]*.ckpt"), key=lambda p: (_iteration(p), p.stat().st_mtime), reverse=True):
-        try:
-            verify(path)
-        except CheckpointError as error:
-            rank_zero_warn(f"skipped: {error}")
-        else:
-            return path
-    return None
-
-
-def _iteration(path: Path) -> int:
-    """The iteration in a file's name, -1 if there is none."""
-    match = re.fullmatch(r"iteration_(\d+)\.ckpt", path.name)
-    return int(match.group(1)) if match else -1
+__all__ = [
+    "AtomicCheckpointIO",
+    "CheckpointError",
+    "IterationCheckpoint",
+    "RNGState",
+    "latest_valid",
+    "plain",
+    "verify",
+    "warn_about_model_checkpoint",
+]
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -126,7 +67,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         path = Path(path)
-        partial = path.with_name(f".{path.name}{PARTIAL}")
+        partial = partial_of(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with partial.open("wb") as file:
@@ -134,26 +75,19 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 file.flush()
                 os.fsync(file.fileno())
             verify(partial)
-            os.replace(partial, path)
-            _sync_folder(path.parent)
+            put_in_place(path)
         except (OSError, RuntimeError) as error:
             # After a failed write PyTorch complains of a position; the reason is in that error's context.
             cause = error.__context__ if isinstance(error.__context__, OSError) else error
-            free = shutil.disk_usage(path.parent).free / 2**30
-            raise CheckpointError(
-                f"checkpoint {path} was not written: {cause} ({free:.2f} GiB free there). Earlier ones are untouched."
-            ) from error
+            raise not_written(path, cause) from error
         finally:
-            partial.unlink(missing_ok=True)
+            remove(partial)
 
-
-def _sync_folder(folder: Path) -> None:
-    """Bring a rename to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    def load_checkpoint(self, path: str | Path, *args: Any, **options: Any) -> dict[str, Any]:
+        """The content of a file, or of a folder of shards put together."""
+        if Path(path).is_dir():
+            return read_checkpoint(Path(path))
+        return super().load_checkpoint(path, *args, **options)
 
 
 # --- when to save ----------------------------------------------------------------------------------------------------
@@ -205,7 +139,7 @@ class IterationCheckpoint(Checkpoint):
     @property
     def checkpoints(self) -> list[Path]:
         """The checkpoints in the folder, oldest iteration first."""
-        return sorted((p for p in self.dirpath.glob("*.ckpt") if _iteration(p) >= 0), key=_iteration)
+        return sorted((p for p in self.dirpath.glob("*.ckpt") if iteration_of(p) >= 0), key=iteration_of)
 
     # --- hooks -------------------------------------------------------------------------------------------------------
 
@@ -226,14 +160,16 @@ class IterationCheckpoint(Checkpoint):
                 plain(dict(part.hparams), f"{type(part).__name__}.hparams")
         if trainer.is_global_zero:
             for leftover in self.dirpath.glob(f".*{PARTIAL}"):
-                leftover.unlink()
+                remove(leftover)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Checkpoints from beyond the iteration that is resumed belong to another future: they are set aside."""
-        later = [path for path in self.checkpoints if _iteration(path) > self.iteration]
+        later = [path for path in self.checkpoints if iteration_of(path) > self.iteration]
         if later and trainer.is_global_zero:
             for path in later:
-                path.rename(path.with_name(path.name + SET_ASIDE))
+                aside = path.with_name(path.name + SET_ASIDE)
+                remove(aside)  # of an earlier resume; a rename does not replace a folder
+                path.rename(aside)
             rank_zero_warn(
                 f"the run continues from iteration {self.iteration}; {len(later)} checkpoint(s) of later iterations in "
                 f"{self.dirpath} got the ending {SET_ASIDE}. Delete them if they are not needed."
@@ -312,7 +248,7 @@ class IterationCheckpoint(Checkpoint):
         if self.keep is not None:
             for path in self.checkpoints[: -self.keep]:
                 if str(path) != self.best_model_path:
-                    path.unlink()
+                    remove(path)
 
 
 def _is_last_iteration(trainer: Trainer) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from lightning_rlhf.experience import PromptBatch, Rollout
 from lightning_rlhf.memory import memory_policy
 from lightning_rlhf.metrics.batch import MetricBatch
+from lightning_rlhf.models.sharding import gathered
 from lightning_rlhf.rollout import AheadRollouts
 from lightning_rlhf.rollout.parts import generate_in_parts
 
@@ -29,7 +31,13 @@ class RolloutSource:
 
     def generate(self, prompts: PromptBatch, *, greedy: bool = False) -> Rollout:
         """Responses drawn now, on the module's device."""
-        return self._request(prompts, greedy)().to(self.module.device)
+        with self.weights():
+            return self._request(prompts, greedy)().to(self.module.device)
+
+    def weights(self) -> AbstractContextManager[None]:
+        """What an engine that draws with the trained weights themselves needs around its calls: all of them whole."""
+        shared = getattr(self.module.engine, "shares_weights", False)
+        return gathered(self.module.actor) if shared else nullcontext()
 
     def next(self, prompts: PromptBatch) -> Rollout:
         """The rollout of this iteration: the one generated ahead, or else drawn now. Then the next one begins.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from lightning_rlhf.functional.schedules import learning_rate_factor
 from lightning_rlhf.functional.stats import explained_variance
 from lightning_rlhf.generation import RolloutSource
 from lightning_rlhf.logbook import Logbook
+from lightning_rlhf.memory import OutOfMemory, attempt
 from lightning_rlhf.metrics.batch import MetricBatch
 from lightning_rlhf.metrics.experience import experience_metrics, policy_metrics
 from lightning_rlhf.metrics.moments import RunningMoments
@@ -27,6 +29,7 @@ from lightning_rlhf.metrics.names import check
 from lightning_rlhf.mixins.alp import ALPMixin
 from lightning_rlhf.mixins.rollout_correction import RolloutCorrectionMixin
 from lightning_rlhf.models import Policy, SharedCritic
+from lightning_rlhf.models.sharding import is_sharded
 from lightning_rlhf.parallel import gather_objects, place
 from lightning_rlhf.rewards import CompositeReward
 from lightning_rlhf.rollout import RolloutEngine
@@ -232,7 +235,9 @@ class ActorCriticModule(LightningModule):
         """
         limit = min(max_new_tokens, int(self.control.value("max_new_tokens")))
         with self.trainer.precision_plugin.forward_context():
-            answers = self.engine.generate(prompts, samples=1, max_new_tokens=limit, seed=self.seed).to(self.device)
+            with self._rollouts.weights():
+                answers = self.engine.generate(prompts, samples=1, max_new_tokens=limit, seed=self.seed)
+            answers = answers.to(self.device)
             experience = Experience.from_rollout(answers, prompts.texts, texts=[""] * len(answers))
             temperature, budget = self.engine.sampling.temperature, self.settings.update.score_tokens
             score_experience(experience, self.actor, None, None, temperature=temperature, budget=budget)
@@ -243,8 +248,13 @@ class ActorCriticModule(LightningModule):
         return score_rewards(self.reward, self.tokenizer, prompts, rollout)
 
     def score_experience(self, experience: Experience) -> None:
-        """Old and reference log-probabilities, entropy and values of every response token, without gradient."""
-        score_experience(
+        """Old and reference log-probabilities, entropy and values of every response token, without gradient.
+
+        Raises:
+            OutOfMemory: says which key to lower.
+        """
+        work = partial(
+            score_experience,
             experience,
             self.actor,
             self.critic,
@@ -253,6 +263,9 @@ class ActorCriticModule(LightningModule):
             budget=self.settings.update.score_tokens,
             old_policy=self.scores_old_policy,
         )
+        _, error = attempt(work)
+        if error:
+            raise OutOfMemory(f"{error}: lower module.update.score_tokens = {self.settings.update.score_tokens}")
 
     def compute_advantages(self, experience: Experience, metrics: MetricBatch) -> None:
         """Processed rewards, advantages and returns."""
@@ -349,6 +362,21 @@ class ActorCriticModule(LightningModule):
         """The embedded engine shares the actor's weights from here on; reward models follow to the device."""
         self.engine.setup(self.actor.lm, self.tokenizer)
         self.reward.to(self.device)
+
+    def configure_model(self) -> None:
+        """Shard actor, critic and reference where the strategy says how; only the first call does anything.
+
+        They are built whole on the CPU of every rank. Their precision and the reference's fingerprint are those of the
+        whole weights, so both come first.
+        """
+        sharding = getattr(self.trainer.strategy, "sharding", None)
+        if sharding is None or is_sharded(self):
+            return
+        self.trainer.precision_plugin.convert_module(self)
+        self._reference_fingerprint()
+        for part in (self.actor, self.critic, self.reference):
+            if isinstance(part, torch.nn.Module):
+                sharding.shard(part)
 
     def teardown(self, stage: str) -> None:
         """End the thread of asynchronous rollouts."""

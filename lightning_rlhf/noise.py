@@ -28,6 +28,10 @@ WARNINGS = (
     r"Found \d+ module\(s\) in eval mode at the start of training",
     # vLLM opens a process group of one; the module reduces what it logs itself.
     r"It is recommended to use `self.log\('[\w/]+', ..., sync_dist=True\)`",
+    # A checkpoint in a folder is read by one process.
+    r"torch.distributed is disabled, unavailable or uninitialized, assuming the intent is to load in a single process",
+    # No output of actor or critic is changed in place.
+    r"FSDP2-wrapped module \(FSDP\w+\) returned a view tensor",
     # Prompts are tokenised once; a data loader with worker processes would gain nothing.
     r"The '\w+_dataloader' does not have many workers",
 )

@@ -11,8 +11,11 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_rlhf.experience import Experience
+from lightning_rlhf.functional.stats import all_reduce_sum, largest_over_ranks
+from lightning_rlhf.models.sharding import is_sharded
 
 if TYPE_CHECKING:
     from lightning_rlhf.module import ActorCriticModule
@@ -107,6 +110,26 @@ def _gather_rows(tensor: Tensor, rows: list[int]) -> Tensor:
     return torch.cat([part[:count] for part, count in zip(parts, rows, strict=True)]).to(tensor.dtype)
 
 
+# --- forward passes ----------------------------------------------------------------------------------------------
+
+
+def in_step(model: torch.nn.Module, parts: list[_Object], filler: _Object) -> list[_Object]:
+    """The parts a model is to go through, filled up to as many as the rank with most has, where that matters.
+
+    Forward and backward passes of a sharded model gather its weights from all ranks, so every rank has to make equally
+    many, in the same order.
+
+    Args:
+        model: of whose passes one belongs to each part.
+        parts: of this rank.
+        filler: taken as often as parts are missing.
+    """
+    if not is_sharded(model):
+        return parts
+    [most] = largest_over_ranks([float(len(parts))], next(model.parameters()).device)
+    return parts + [filler] * (int(most) - len(parts))
+
+
 # --- gradients ---------------------------------------------------------------------------------------------------
 
 
@@ -114,7 +137,8 @@ def _gather_rows(tensor: Tensor, rows: list[int]) -> Tensor:
 def local_gradients(module: ActorCriticModule) -> Iterator[None]:
     """Backward passes inside add to this rank's own gradients; :func:`average_gradients` follows.
 
-    With no communication inside, a rank may run out of memory and start its minibatch again without the others.
+    With no communication inside (a sharded model does communicate), a rank may run out of memory and start its
+    minibatch again without the others.
     """
     strategy = module.trainer.strategy
     if isinstance(strategy, ParallelStrategy):
@@ -128,9 +152,17 @@ def average_gradients(module: ActorCriticModule) -> None:
     """The mean over ranks of what :func:`local_gradients` has gathered, also where a rank has no gradient at all.
 
     DDP communicates in backward passes only. This one adds 0 to every gradient, and so makes DDP average what is there.
+    FSDP2 averages the gradients of sharded weights in each backward pass, which keeps a rank's memory at its slices;
+    those of the others, a handful of numbers, are averaged here.
     """
+    trained = [p for p in module.parameters() if p.requires_grad]
     if isinstance(module.trainer.strategy, DDPStrategy):
-        module.manual_backward(_Touch.apply(*(p for p in module.parameters() if p.requires_grad)))
+        module.manual_backward(_Touch.apply(*trained))
+    elif is_sharded(module.actor):
+        for parameter in trained:
+            if not isinstance(parameter, DTensor):
+                mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = all_reduce_sum(mine) / place()[1]
 
 
 class _Touch(torch.autograd.Function):

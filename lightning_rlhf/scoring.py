@@ -19,7 +19,7 @@ from lightning_rlhf.functional.stats import whiten
 from lightning_rlhf.metrics.batch import MetricBatch
 from lightning_rlhf.metrics.moments import RunningMoments
 from lightning_rlhf.models import Actor, AdapterReference, FrozenReference, SeparateCritic, SharedCritic
-from lightning_rlhf.models.actor import backbone, encode
+from lightning_rlhf.parallel import in_step
 from lightning_rlhf.rewards import CompositeReward, RewardBatch
 from lightning_rlhf.settings import AdvantageSettings, PPOSettings, RewardSettings
 
@@ -78,7 +78,8 @@ def score_experience(
     scored = {name: torch.zeros(rows_total, columns_total, dtype=torch.float32, device=device) for name in names}
     values = torch.zeros(rows_total, columns_total + 1, dtype=torch.float32, device=device)
     shared = isinstance(critic, SharedCritic)
-    for index, part in split_by_tokens(experience, experience.lengths(), budget):
+    parts = list(split_by_tokens(experience, experience.lengths(), budget))
+    for index, part in in_step(actor, parts, parts[-1]):  # to score a part again changes nothing
         rows, columns = index.to(device), part.response_ids.shape[1]
         ids, attention = part.concatenated()
         hidden = None
@@ -88,7 +89,7 @@ def score_experience(
             scored["entropy"][rows, :columns] = output.entropy
             hidden = output.hidden
         elif shared:
-            hidden = encode(backbone(actor.lm), ids, attention, columns)
+            hidden = actor.hidden_states(ids, attention, columns)
         if reference is not None:
             scored["ref_logprobs"][rows, :columns] = reference.logprobs(ids, attention, columns, temperature)
         if critic is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,15 +11,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_rlhf.control import SCOPES, Scope
 from lightning_rlhf.events import EpochStats, MinibatchStats, UpdateStats, emit
 from lightning_rlhf.experience import Experience, MiniBatch, sample_seed, split_by_tokens
 from lightning_rlhf.functional.stats import largest_over_ranks
+from lightning_rlhf.lora import whole
 from lightning_rlhf.memory import OutOfMemory, attempt, free_memory, memory_policy
 from lightning_rlhf.metrics.batch import MetricBatch
-from lightning_rlhf.parallel import average_gradients, balanced_shares, gather_experience, local_gradients, place
+from lightning_rlhf.models.sharding import is_sharded
+from lightning_rlhf.parallel import (
+    average_gradients,
+    balanced_shares,
+    gather_experience,
+    in_step,
+    local_gradients,
+    place,
+)
+from lightning_rlhf.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from lightning_rlhf.module import ActorCriticModule
@@ -154,19 +163,28 @@ class UpdateLoop:
         """Gradients and metrics of the whole minibatch; if memory runs out, again from its start in smaller pieces.
 
         Whether memory ran out on any rank is agreed outside the backward passes, so that all of them repeat together.
+        With a sharded model nothing can be agreed: the others wait inside a forward or backward pass, for weights that
+        come from all ranks, and the size is fixed.
 
         Raises:
-            OutOfMemory: a single sequence does not fit.
+            OutOfMemory: a single sequence does not fit, or the model is sharded.
         """
         module, control = self.module, self.module.control
-        policy = memory_policy(module.trainer)
+        policy, sharded = memory_policy(module.trainer), is_sharded(module.actor)
         while True:
             self.optimizer.zero_grad(set_to_none=True)
             budget, tried = int(control.value("micro_batch_tokens")), Tried()
             work = partial(self._accumulate, minibatch, lengths, budget, tried)
-            if policy is None:
+            if policy is None and not sharded:
                 return work()
             batch, error = attempt(work)
+            if error and sharded:
+                raise OutOfMemory(
+                    f"{error}: a micro-batch of {tried.tokens} tokens does not fit, and with a sharded model it cannot "
+                    f"be halved on the way; lower module.update.micro_batch_tokens = {budget}"
+                )
+            if batch is not None and (sharded or policy is None):
+                return batch
             mine = [1.0, float(tried.rows == 1), float(tried.tokens)] if error else [0.0, 0.0, 0.0]
             failed, single, tokens = largest_over_ranks(mine, module.device)
             if not failed and batch is not None:
@@ -177,6 +195,7 @@ class UpdateLoop:
             error = error or "another rank ran out of memory"
             if single:
                 raise OutOfMemory(f"{error}: not even one sequence of {int(tokens)} tokens fits into memory")
+            assert policy is not None
             policy.after_update_oom(control, int(tokens), error)
             if int(control.value("micro_batch_tokens")) >= budget:
                 raise OutOfMemory(f"{error}: the knob micro_batch_tokens stayed at {budget}")
@@ -188,7 +207,8 @@ class UpdateLoop:
         module, batch = self.module, MetricBatch()
         _, world = place()
         with local_gradients(module):
-            for _, micro in split_by_tokens(minibatch, lengths, budget, self.settings.micro_batch_size):
+            parts = [part for _, part in split_by_tokens(minibatch, lengths, budget, self.settings.micro_batch_size)]
+            for micro in in_step(module.actor, parts, _without_loss(parts[-1])):
                 tried.rows, tried.tokens = len(micro), micro.response_mask.numel() + micro.prompt_mask.numel()
                 # The losses of all ranks add up to the minibatch's; gradients are averaged over ranks.
                 module.manual_backward(module.micro_batch_loss(micro, batch) * world)
@@ -238,6 +258,12 @@ class UpdateLoop:
             self.metrics.mean(f"grad_clipped/{name}", torch.tensor(float(clipped), dtype=torch.float32))
 
 
+def _without_loss(micro: MiniBatch) -> MiniBatch:
+    """The last row of a micro-batch, its shortest, with no valid token: its loss is 0, and so are its gradients."""
+    row = micro.select(torch.tensor([len(micro) - 1]))
+    return replace(row, loss_mask=torch.zeros_like(row.require("loss_mask")))
+
+
 class MinibatchPlan:
     """Which rows form which minibatch: a new permutation per epoch, each row exactly once per epoch.
 
@@ -272,14 +298,11 @@ class MinibatchPlan:
             lengths = [self._lengths[row] for row in mine.tolist()]
             yield mine, lengths, float(sum(counts)), float(sum(n > 0 for n in counts))
 
-    def idle(
-        self, experience: Experience, tokens: float, sequences: float
-    ) -> tuple[MiniBatch, list[tuple[int, int]]]:
+    def idle(self, experience: Experience, tokens: float, sequences: float) -> tuple[MiniBatch, list[tuple[int, int]]]:
         """One row without a valid token, and its lengths: its loss is 0, and so are its gradients."""
         row = min(range(len(self._lengths)), key=lambda i: sum(self._lengths[i]))
         minibatch = MiniBatch.from_experience(experience, torch.tensor([row]), tokens, sequences)
-        minibatch.loss_mask = torch.zeros_like(minibatch.require("loss_mask"))
-        return minibatch, [self._lengths[row]]
+        return _without_loss(minibatch), [self._lengths[row]]
 
 
 @dataclass
@@ -290,68 +313,17 @@ class Tried:
     tokens: int = 0
 
 
-@dataclass
-class Snapshot:
-    """A copy of trained weights and, in two of the three scopes, of the optimiser's state, to return to.
-
-    Attributes:
-        weights: of the parameters, in the optimiser's order.
-        groups: names of the parameter groups they belong to; ``None``: all groups.
-        state: the optimiser's entries by parameter; ``None``: they stay as they are.
-    """
-
-    weights: list[Tensor]
-    groups: list[str] | None = None
-    state: dict[Tensor, dict[str, Any]] | None = None
-
-    @classmethod
-    @torch.no_grad()
-    def of(cls, scope: Scope, optimizer: Any, over: Snapshot | None = None) -> Snapshot:
-        """A copy for ``scope``: of the actor's weights alone, or of everything; into the memory of ``over``."""
-        groups = ["actor"] if scope == "actor" else None
-        parameters = _parameters(optimizer, groups)
-        # One from a checkpoint lies on the CPU and gives way to one on the device.
-        if over is None or any(w.device != p.device for w, p in zip(over.weights, parameters, strict=True)):
-            weights = [p.detach().clone() for p in parameters]
-        else:
-            weights = over.weights
-            torch._foreach_copy_(weights, parameters)
-        return cls(weights, groups, None if groups else _copy_state(_plain(optimizer).state))
-
-    @torch.no_grad()
-    def restore(self, optimizer: Any) -> None:
-        """Write the copy back, bit for bit."""
-        for parameter, weight in zip(_parameters(optimizer, self.groups), self.weights, strict=True):
-            parameter.copy_(weight)
-        if self.state is not None:
-            _plain(optimizer).state.clear()
-            _plain(optimizer).state.update(_copy_state(self.state))
-
-
-def _plain(optimizer: Any) -> Optimizer:
-    """The optimiser inside Lightning's wrapper."""
-    return getattr(optimizer, "optimizer", optimizer)
-
-
-def _parameters(optimizer: Any, groups: list[str] | None) -> list[Tensor]:
-    return [p for group in optimizer.param_groups if groups is None or group["name"] in groups for p in group["params"]]
-
-
-def _copy_state(state: Mapping[Tensor, dict[str, Any]]) -> dict[Tensor, dict[str, Any]]:
-    return {
-        parameter: {name: value.clone() if isinstance(value, Tensor) else value for name, value in entries.items()}
-        for parameter, entries in state.items()
-    }
-
-
 def gradient_norms(optimizer: Any) -> dict[str, Tensor]:
-    """Global L2 norm of each named parameter group's gradients, as they are (scaled under float16)."""
+    """Global L2 norm of each named parameter group's gradients, as they are (scaled under float16).
+
+    The same on every rank, of sharded gradients, too.
+    """
     norms: dict[str, Tensor] = {}
     for group in optimizer.param_groups:
         gradients = [p.grad for p in group["params"] if p.grad is not None]
         device = group["params"][0].device
         none = torch.zeros((), dtype=torch.float32, device=device)
-        norms[group["name"]] = torch.nn.utils.get_total_norm(gradients) if gradients else none
+        norms[group["name"]] = whole(torch.nn.utils.get_total_norm(gradients)) if gradients else none
     return norms
 
 

@@ -29,8 +29,18 @@ def even_digits(batch: RewardBatch) -> list[float]:
     return [sum(c in "02468" for c in text) / max(len(text), 1) for text in batch.responses]
 
 
-def tiny_policy(*, hidden_size: int = 32, layers: int = 2, seed: int = 0, **policy: Any) -> Policy:
-    loaded = build_tiny(VOCABULARY, hidden_size=hidden_size, layers=layers, heads=2, max_positions=64, seed=seed)
+def tiny_policy(
+    *, hidden_size: int = 32, layers: int = 2, seed: int = 0, tie_embeddings: bool = False, **policy: Any
+) -> Policy:
+    loaded = build_tiny(
+        VOCABULARY,
+        hidden_size=hidden_size,
+        layers=layers,
+        heads=2,
+        max_positions=64,
+        tie_embeddings=tie_embeddings,
+        seed=seed,
+    )
     return build_policy(loaded, **policy)
 
 

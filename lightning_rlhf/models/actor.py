@@ -81,6 +81,10 @@ class Actor(nn.Module):
         )
         return ActorOutput(logprobs, entropies, hidden if with_hidden else None)
 
+    def hidden_states(self, input_ids: Tensor, attention_mask: Tensor, response_length: int) -> Tensor:
+        """``[B, R + 1, H]``, what :meth:`forward` gives ``with_hidden`` but without scoring anything."""
+        return encode(backbone(self.lm), input_ids, attention_mask, response_length)
+
     def export_state_dict(self) -> dict[str, Tensor]:
         """Weights under their Hugging Face names, for a rollout engine or an export.
 

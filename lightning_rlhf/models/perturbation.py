@@ -238,14 +238,15 @@ class _Resumed(AbstractContextManager):
 # --- the model -------------------------------------------------------------------------------------------------------
 
 
-def decoder_layers(lm: Any, name: str | None = None) -> tuple[str, list[nn.Module]]:
+def decoder_layers(lm: Any, name: str | None = None, *, key: str = "module.alp.layers") -> tuple[str, list[nn.Module]]:
     """Dotted name of the list of decoder layers, and the layers.
 
     Found through ``get_decoder()``: the outermost list with as many modules as the configuration has hidden layers.
 
     Args:
-        lm: a causal language model of transformers.
+        lm: a causal language model of transformers, or its backbone.
         name: of the list, for a model where that does not lead to it.
+        key: of ``name`` in the configuration, for the error.
 
     Raises:
         ValueError: nothing fits; says how to name them and which lists there are.
@@ -253,7 +254,7 @@ def decoder_layers(lm: Any, name: str | None = None) -> tuple[str, list[nn.Modul
     lists = {path: module for path, module in lm.named_modules() if isinstance(module, nn.ModuleList) and len(module)}
     if name is not None:
         if name not in lists:
-            raise _no_layers(lm, name, lists)
+            raise _no_layers(lm, name, key, lists)
         return name, list(lists[name])
     decoder = lm.get_decoder()
     count = getattr(lm.config.get_text_config(), "num_hidden_layers", None)
@@ -261,14 +262,14 @@ def decoder_layers(lm: Any, name: str | None = None) -> tuple[str, list[nn.Modul
     for path, module in lists.items():  # outer modules come before inner ones
         if id(module) in inside and len(module) == count:
             return path, list(module)
-    raise _no_layers(lm, name, lists)
+    raise _no_layers(lm, name, key, lists)
 
 
-def _no_layers(lm: Any, name: str | None, lists: dict[str, nn.ModuleList]) -> ValueError:
+def _no_layers(lm: Any, name: str | None, key: str, lists: dict[str, nn.ModuleList]) -> ValueError:
     there = ", ".join(f"{path} ({len(module)} modules)" for path, module in lists.items()) or "none"
     wanted = "null" if name is None else repr(name)
     return ValueError(
-        f"module.alp.layers = {wanted} is not allowed: it does not lead to the decoder layers of {type(lm).__name__}. "
+        f"{key} = {wanted} is not allowed: it does not lead to the decoder layers of {type(lm).__name__}. "
         f"Name the list that holds them, as in layers: model.decoder.blocks; its lists: {there}"
     )
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_rlhf.experience import PromptBatch, Rollout
+from lightning_rlhf.lora import whole
 from lightning_rlhf.rollout.ahead import Ahead
 from lightning_rlhf.rollout.assemble import row_seeds
 from lightning_rlhf.rollout.base import Sampling, length_mask, pad_left
@@ -76,6 +77,11 @@ class HFEngine:
         self._trained: PreTrainedModel | None = None
         """Where weights are copied from, if this engine has a model of its own."""
 
+    @property
+    def shares_weights(self) -> bool:
+        """Whether the trained weights themselves generate; sharded ones have to be gathered around each call."""
+        return not self.ahead.lag
+
     def setup(self, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         """Bind model and tokenizer; see :meth:`RolloutEngine.setup`.
 
@@ -83,8 +89,9 @@ class HFEngine:
             ValueError: a stop token lies outside the vocabulary, or the model takes no key-value cache.
         """
         binding = bind(lm, tokenizer, self.stop_token_ids)
-        self._trained = lm if self.ahead.lag else None
-        self._bound = CachedModel(deepcopy(lm).requires_grad_(False) if self.ahead.lag else lm), binding
+        if self._bound is None or self._trained is not lm:  # by the second stage of a run the model may be sharded
+            self._trained = lm if self.ahead.lag else None
+            self._bound = CachedModel(deepcopy(lm).requires_grad_(False) if self.ahead.lag else lm), binding
         announce(binding, self.sampling, ignore_eos=self.ignore_eos)
 
     def update_weights(self, version: int) -> None:
@@ -94,7 +101,7 @@ class HFEngine:
             own = self._require_setup()[0].lm.state_dict()
             with torch.no_grad():
                 for name, tensor in self._trained.state_dict().items():
-                    own[name].copy_(tensor)
+                    own[name].copy_(whole(tensor))
 
     def describe(self) -> dict[str, Any]:
         """Every setting in force, as plain values; ``ignored_generation_config`` is what the checkpoint wanted."""
