@@ -85,7 +85,7 @@ def _derived(kind: type[nn.Module], forward: Callable[[nn.Module, Tensor], Tenso
 
 
 def _rms_norm(layer: Any, x: Tensor) -> Tensor:
-    """``weight * x / rms(x)``; the operator wants one dtype, the wider of the two, which is also the layer's own result."""
+    """``weight * x / rms(x)``; the operator wants one dtype: the wider of the two, which the layer returns as well."""
     dtype = torch.promote_types(x.dtype, layer.weight.dtype)
     return _operators().npu_rms_norm(x.to(dtype), layer.weight.to(dtype), epsilon=_epsilon(layer))[0]
 
@@ -161,7 +161,7 @@ def attention(
         module: the attention layer.
         query: ``[B, heads, T, D]``.
         key, value: ``[B, key-value heads, S, D]``; the operator shares them among groups of heads by itself.
-        attention_mask: ``[B, 1, T, S]`` bool, true where a key is seen; ``None``: all are.
+        attention_mask: ``[B, 1, T, S]`` bool, true where a key is seen; may be ``None`` where ``T`` is 1.
         dropout: probability of dropping a weight; 0 in reinforcement learning.
         scaling: of the scores; ``None`` is ``D ** -0.5``.
 
@@ -169,14 +169,13 @@ def attention(
         ``[B, T, heads, D]``, and no attention weights.
 
     Raises:
-        ValueError: an argument that the operator does not have, or a mask of numbers.
+        ValueError: an argument that the operator does not have, or a mask that is no bool.
     """
-    wanted = [name for name in NOT_COMPUTED if kwargs.get(name) is not None]
-    if wanted or (attention_mask is not None and attention_mask.dtype != torch.bool):
-        what = wanted[0] if wanted else "a mask of numbers"
-        raise ValueError(
-            f"model policy.npu_fused: {type(module).__name__} uses {what}, which the operator does not have"
-        )
+    odd = [name for name in NOT_COMPUTED if kwargs.get(name) is not None]
+    if query.shape[2] > 1 and (attention_mask is None or attention_mask.dtype != torch.bool):
+        odd.append("a mask of its own")
+    if odd:
+        raise ValueError(f"model policy.npu_fused: {type(module).__name__} uses {odd[0]}, unknown to the operator")
     # While a cache is decoded the operator is not meant to be used: its documentation names training only.
     if not _runs_there(query) or query.shape[2] != key.shape[2]:
         return sdpa_attention_forward(
@@ -188,7 +187,7 @@ def attention(
         value,
         query.shape[1],
         "BNSD",
-        atten_mask=None if attention_mask is None else ~attention_mask,  # true where a key is hidden
+        atten_mask=None if attention_mask is None else ~attention_mask,  # there true is hidden
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         keep_prob=1.0 - dropout,
         inner_precise=2,  # padding on the left: rows that see no key must come out finite

@@ -42,7 +42,7 @@ NO_PLATFORM = (
     "vllm-ascend, in the release of the vLLM installed (docs/npu.md); or use rollout=hf or rollout=vllm_server"
 )
 ASCEND_DEFAULTS = {"rl_config": {"enabled": True}}
-"""vllm-ascend's settings for an engine whose weights are renewed: plain weight layout, memory that can be given back."""
+"""vllm-ascend's settings for an engine whose weights are renewed: plain layout of weights, memory that goes back."""
 
 
 def platform() -> Any:
