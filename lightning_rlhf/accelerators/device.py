@@ -56,6 +56,14 @@ def _counts_memory(device: torch.device) -> bool:
     return device.type not in ("cpu", "mps")  # Apple's module has neither a peak nor a size of its own memory
 
 
+# --- reductions ------------------------------------------------------------------------------------------------------
+
+
+def reduces_float64(device: torch.device) -> bool:
+    """Whether ranks on such devices can all-reduce float64: Huawei's hccl refuses it and gathers it."""
+    return device.type != "npu"
+
+
 # --- random numbers --------------------------------------------------------------------------------------------------
 
 

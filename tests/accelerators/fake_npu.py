@@ -10,6 +10,7 @@ import inspect
 import json
 from collections import Counter
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -142,5 +143,8 @@ def fusion_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) 
 
 
 def fake_torch_npu() -> Checked:
-    """A fake ``torch_npu`` package: the fused operators."""
-    return Checked(OPERATORS, {"npu_rms_norm": rms_norm, "npu_swiglu": swiglu, "npu_fusion_attention": fusion_attention})
+    """A fake ``torch_npu`` package, to be put into ``sys.modules``: the fused operators."""
+    functions = {"npu_rms_norm": rms_norm, "npu_swiglu": swiglu, "npu_fusion_attention": fusion_attention}
+    fake = Checked(OPERATORS, functions)
+    fake.__spec__ = ModuleSpec("torch_npu", None)
+    return fake
