@@ -36,8 +36,12 @@ def is_available() -> bool:
     return hasattr(torch, NPU) and bool(_npu().is_available())
 
 
+def _device(index: int = 0) -> torch.device:
+    return torch.device(NPU, index)
+
+
 def _npu() -> Any:
-    return module_of(torch.device(NPU))
+    return module_of(_device())
 
 
 class NPUAccelerator(Accelerator):
@@ -72,7 +76,7 @@ class NPUAccelerator(Accelerator):
 
     @staticmethod
     def get_parallel_devices(devices: list[int]) -> list[torch.device]:
-        return [torch.device(NPU, index) for index in devices]
+        return [_device(index) for index in devices]
 
     @staticmethod
     def auto_device_count() -> int:
@@ -122,7 +126,7 @@ class SingleNPUStrategy(SingleDeviceStrategy):
     strategy_name = "npu_single"
 
     def __init__(self, device: int | torch.device = 0, **kwargs: Any) -> None:
-        super().__init__(device=torch.device(NPU, device) if isinstance(device, int) else device, **kwargs)
+        super().__init__(device=_device(device) if isinstance(device, int) else device, **kwargs)
 
 
 class HCCLMixin:
