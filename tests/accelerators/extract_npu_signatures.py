@@ -1,7 +1,7 @@
 """Read the signatures that the package calls out of a torch-npu wheel, without installing it (which needs CANN).
 
     pip download --no-deps torch-npu==2.13.0 -d /tmp/wheel
-    python tests/accelerators/extract_npu_signatures.py /tmp/wheel/torch_npu-*.whl > tests/accelerators/npu_signatures.json
+    cd tests/accelerators && python extract_npu_signatures.py /tmp/wheel/torch_npu-*.whl > npu_signatures.json
 
 Python functions come from the wheel's sources, operators from the schemas that its library registers with PyTorch.
 """

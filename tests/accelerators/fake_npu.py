@@ -52,6 +52,10 @@ class Checked:
     def __init__(self, signatures: dict[str, inspect.Signature], functions: dict[str, Callable[..., Any]]) -> None:
         self._signatures, self._functions = signatures, functions
         self.calls: Counter[str] = Counter()
+        self.current: list[int] = [0]
+        self.seeds: list[int] = []
+        self.amp: Any = None
+        self.__spec__: Any = None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name not in self._signatures:
@@ -109,7 +113,6 @@ def fake_torch_npu_module(devices: int = 2) -> Checked:
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16, torch.float32],
     }
     fake = Checked(FUNCTIONS, functions)
-    fake.current, fake.seeds = [0], []
     fake.amp = SimpleNamespace(GradScaler=GradScaler)
     return fake
 

@@ -2,8 +2,8 @@
 
     python -m tests.accelerators.no_cuda_iteration <folder>
 
-PyTorch, Lightning and transformers ask ``torch.cuda`` a few things on any machine (``ASKED_BY_OTHERS``); these answer them
-and raise for the package. Run in a process of its own.
+PyTorch, Lightning and transformers ask ``torch.cuda`` a few things on any machine (``ASKED_BY_OTHERS``); these answer
+them and raise for the package. Run in a process of its own.
 """
 
 from __future__ import annotations

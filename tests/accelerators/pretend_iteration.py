@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import math
 import sys
-from pathlib import Path
 from typing import Any
 
 import hydra
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 
 from lightning_rlhf import schema
 from lightning_rlhf.assembly import assemble, make_trainer
@@ -28,7 +28,7 @@ RUN = [
     "callbacks.checkpoint=null",  # what is behind a pretend tensor is not saved
     "+reward.terms.even={weight: 1.0, reward: {_target_: tests.support.even_digits}}",
     "module.actor.warmup_iterations=0",
-    # Adam divides a gradient by its own size: without this the rounding of one that is nearly zero becomes a whole step.
+    # Adam divides a gradient by its own size: otherwise the rounding of one that is nearly zero becomes a whole step.
     "module.optimizer.eps=1e-4",
 ]
 NPU = {
@@ -40,23 +40,24 @@ NOISE = ("time/", "perf/", "memory/", "tok/s", "stability/nonfinite_steps")
 
 
 def iterate(overrides: list[str], folder: str) -> tuple[dict[str, torch.Tensor], dict[str, float], Any]:
-    """Trained tensors, metrics and the Trainer of a run."""
+    """Trained tensors and metrics of a run; the Trainer, and where the parameters were in training."""
     with hydra.initialize_config_module("lightning_rlhf.conf", version_base="1.3"):
         config = schema.check(hydra.compose("train", [f"output_dir={folder}", *RUN, *overrides]))
     parts = assemble(config)
     trainer = make_trainer(config)
     where: set[str] = set()
-    parts.module.on_train_batch_end = lambda *_: where.update(str(p.device) for p in parts.module.parameters())
+    trainer.callbacks.append(  # type: ignore[attr-defined]
+        LambdaCallback(on_train_batch_end=lambda *_: where.update(str(p.device) for p in parts.module.parameters()))
+    )
     trainer.fit(parts.module, datamodule=parts.datamodule)
-    trainer.where = sorted(where)
     weights = {name: p.detach().cpu() for name, p in parts.module.named_parameters() if p.requires_grad}
     metrics = {k: float(v) for k, v in trainer.callback_metrics.items() if not k.startswith(NOISE)}
-    return weights, metrics, trainer
+    return weights, metrics, (trainer, sorted(where))
 
 
 def compare(cpu: tuple[Any, ...], npu: tuple[Any, ...]) -> dict[str, Any]:
     """Largest differences: of parameters as they are, of metrics relative to their size where that is above 1."""
-    (weights, metrics, _), (other_weights, other_metrics, trainer) = cpu, npu
+    (weights, metrics, _), (other_weights, other_metrics, (trainer, where)) = cpu, npu
     assert weights.keys() == other_weights.keys() and metrics.keys() == other_metrics.keys()
     apart = {
         name: abs(value - other_metrics[name]) / max(1.0, abs(value))
@@ -72,7 +73,7 @@ def compare(cpu: tuple[Any, ...], npu: tuple[Any, ...]) -> dict[str, Any]:
         "updates": other_metrics["clock/update"],
         "sigma": sum(name.startswith("alp/sigma") for name in metrics),
         "weights of correction": metrics["rollout_corr/is_used_mean"],
-        "parameters on": trainer.where,
+        "parameters on": where,
         "root device": str(trainer.strategy.root_device),
         "strategy": type(trainer.strategy).__name__,
         "precision": type(trainer.precision_plugin).__name__,

@@ -18,10 +18,11 @@ aten = torch.ops.aten
 _BEHIND: dict[int, torch.Tensor] = {}
 """The CPU tensor behind each storage; autograd hands out shallow copies, which only share the storage."""
 _LIBRARIES: list[Any] = []
-_VIEWS = (
-    "detach alias expand _unsafe_view _reshape_alias unsqueeze squeeze squeeze.dim select.int slice.Tensor "
-    "transpose.int t permute split.Tensor unbind.int lift_fresh clone zero_ abs arange arange.start arange.start_step"
-).split()
+_VIEWS = [
+    *("detach", "alias", "expand", "_unsafe_view", "_reshape_alias", "unsqueeze", "squeeze", "squeeze.dim"),
+    *("select.int", "slice.Tensor", "transpose.int", "t", "permute", "split.Tensor", "unbind.int", "lift_fresh"),
+    *("clone", "zero_", "abs", "arange", "arange.start", "arange.start_step"),
+]
 """Operators with a kernel for every device at once, which would work on the empty memory of the tensor in front."""
 
 
@@ -33,14 +34,14 @@ def available() -> bool:
 
 
 class _Pretend(torch.Tensor):
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     behind: torch.Tensor
 
 
 def _wrap(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    tensor = torch._C._acc.create_empty_tensor(tuple(value.shape), value.dtype)
+    tensor: Any = torch._C._acc.create_empty_tensor(tuple(value.shape), value.dtype)
     tensor.__class__ = _Pretend
     tensor.behind = _BEHIND[tensor.untyped_storage()._cdata] = value
     return tensor
@@ -58,7 +59,7 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
         plain[1].copy_(plain[0])
         return args[1]
     if op is aten._fused_adamw_.default:
-        # Its kernel wants gradients laid out as the weights are; PyTorch sees to that by strides, which are not mirrored.
+        # Its kernel wants gradients laid out as the weights; PyTorch sees to that by strides, which are not mirrored.
         plain = (plain[0], [gradient.contiguous() for gradient in plain[1]], *plain[2:])
     if op in (aten.view.default, aten._unsafe_view.default):
         result = plain[0].reshape(plain[1])
@@ -78,7 +79,7 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
 class _Generator(torch.Generator):
     """For the pretend device one of the CPU: a backend in Python cannot have generators of its own."""
 
-    def __new__(cls, device: Any = "cpu") -> torch.Generator:
+    def __new__(cls, device: Any = "cpu") -> _Generator:
         return super().__new__(cls, "cpu" if torch.device(device).type == "npu" else device)
 
 

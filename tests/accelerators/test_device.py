@@ -9,6 +9,7 @@ import sys
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from lightning_rlhf.accelerators import device
 from lightning_rlhf.checkpoint import _restore_rng, _rng_state
 from lightning_rlhf.memory import free_memory, peak_memory_share
 from tests.accelerators.fake_npu import Checked, fake_torch_npu_module
+from tests.support import tiny_module
 
 ROOT = Path(__file__).resolve().parents[2]
 THERE = type("Device", (), {"type": "npu", "index": 1})()
@@ -141,3 +143,14 @@ def test_an_iteration_on_the_cpu_asks_torch_cuda_nothing(tmp_path: Path) -> None
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "replaced" in done.stdout.splitlines()[-1]
+
+
+def test_reward_models_go_where_the_strategy_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning sets a module up before it moves it: by then the module itself is still on the CPU."""
+    module = tiny_module()
+    moved: list[torch.device] = []
+    monkeypatch.setattr(module.reward, "to", moved.append)
+    there = torch.device("meta")
+    monkeypatch.setattr(module, "_trainer", SimpleNamespace(strategy=SimpleNamespace(root_device=there)))
+    module.setup("fit")
+    assert moved == [there] and module.device.type == "cpu"

@@ -61,14 +61,19 @@ def test_fake_accelerator_refuses_a_device_of_another_kind(fake: Checked) -> Non
 
 @pytest.mark.parametrize(
     ("devices", "indices"),
-    [(1, [0]), (2, [0, 1]), (-1, [0, 1, 2]), ("auto", [0, 1, 2]), ("-1", [0, 1, 2]), ("2", [0, 1])]
-    + [("0,2", [0, 2]), ("1,", [1]), (" 0, 1 ", [0, 1]), ([2], [2]), ([0, 2], [0, 2]), ((1,), [1])],
+    [
+        *[(1, [0]), (2, [0, 1]), (-1, [0, 1, 2]), ("auto", [0, 1, 2]), ("-1", [0, 1, 2]), ("2", [0, 1])],
+        *[("0,2", [0, 2]), ("1,", [1]), (" 0, 1 ", [0, 1]), ([2], [2]), ([0, 2], [0, 2]), ((1,), [1])],
+    ],
 )
 def test_devices(devices: Any, indices: list[int]) -> None:
     assert npu.parse_devices(devices, 3) == indices
 
 
-@pytest.mark.parametrize("devices", [0, 4, -2, True, "", "x", "0,x", "3,", "5", [], [3], [0, 0], [True], ["0"], None, 1.0])
+REFUSED = [0, 4, -2, True, "", "x", "0,x", "3,", "5", [], [3], [0, 0], [True], ["0"], None, 1.0]
+
+
+@pytest.mark.parametrize("devices", REFUSED)
 def test_devices_that_are_refused(devices: Any) -> None:
     with pytest.raises(SettingError, match=r"trainer\.devices = .* 1 to 3 devices"):
         npu.parse_devices(devices, 3)
@@ -91,7 +96,8 @@ def test_fake_distributed_strategies_talk_over_hccl(fake: Checked) -> None:
 def test_fake_ddp_wraps_the_model_without_another_kinds_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(npu, "DistributedDataParallel", lambda model, **options: seen.append((model, options)))
-    strategy = npu.NPUDDPStrategy(parallel_devices=[Device, Device], find_unused_parameters=True)
+    two: list[Any] = [Device, Device]
+    strategy = npu.NPUDDPStrategy(parallel_devices=two, find_unused_parameters=True)
     strategy.cluster_environment = type("Environment", (), {"local_rank": lambda self: 0})()
     strategy._setup_model("module")
     assert seen == [("module", {"device_ids": [1], "find_unused_parameters": True})]
@@ -199,7 +205,7 @@ def test_what_is_missing_follows_the_machine(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(npu, "_npu", lambda: module)
     monkeypatch.setenv("ASCEND_TOOLKIT_HOME", "/usr/local/Ascend")
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "7")
-    text = npu.missing()
+    text = npu.missing() or ""
     assert "torch-npu: loaded" in text and "CANN: found" in text
     assert "devices: 0 with ASCEND_RT_VISIBLE_DEVICES=7" in text
 

@@ -127,7 +127,7 @@ def test_what_only_looks_alike_is_left_as_it_is(fake: Checked) -> None:
     """Gemma 2: norms that multiply by 1 + weight, GELU in place of SiLU, and soft-capped scores."""
     lm = model("gemma2", attn_logit_softcapping=20.0)
     before = lm.config._attn_implementation
-    with pytest.raises(ValueError, match=r"npu_fused = True is not allowed: Gemma2ForCausalLM has no RMSNorm, no SwiGLU"):
+    with pytest.raises(ValueError, match=r"npu_fused = True is not allowed: Gemma2ForCausalLM has no RMSNorm"):
         npu_fused.fuse(lm)
     assert lm.config._attn_implementation == before
     assert not any(type(layer).__name__.startswith("NPU") for layer in lm.modules())
@@ -144,7 +144,7 @@ def test_without_torch_npu_it_is_refused() -> None:
     if npu_fused.is_installed():
         pytest.skip("torch-npu is installed")
     tiny = build_tiny(VOCABULARY, hidden_size=32, layers=1, heads=2, max_positions=64)
-    with pytest.raises(ValueError, match=r"policy\.npu_fused = True is not allowed: .*torch-npu, which is not installed"):
+    with pytest.raises(ValueError, match=r"policy\.npu_fused = True is not allowed: .* torch-npu, which is not"):
         build_policy(tiny, npu_fused=True)
 
 

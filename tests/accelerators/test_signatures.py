@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,14 +17,14 @@ OWNERS = {"_npu": FUNCTIONS, "module_of": FUNCTIONS, "_operators": OPERATORS}
 """Functions that return torch-npu's modules, or another device's with the same names, and what these offer."""
 
 
-def calls() -> list[tuple[str, str, ast.Call]]:
+def calls() -> list[tuple[str, str, Any]]:
     """File, function that returned the module, and call, of every ``owner(...).name(...)`` in the package."""
-    found = []
+    found: list[tuple[str, str, Any]] = []
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 value = node.func.value
-                if isinstance(value, ast.Call) and getattr(value.func, "id", None) in OWNERS:
+                if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in OWNERS:
                     found.append((path.name, value.func.id, node))
     return found
 
@@ -33,7 +34,7 @@ def bind(signature: inspect.Signature, call: ast.Call) -> None:
 
 
 @pytest.mark.parametrize(("file", "owner", "call"), calls(), ids=lambda part: getattr(part, "id", None))
-def test_call_fits_the_real_signature(file: str, owner: str, call: ast.Call) -> None:
+def test_call_fits_the_real_signature(file: str, owner: str, call: Any) -> None:
     signatures = OWNERS[owner]
     assert call.func.attr in signatures, f"{file}: torch-npu has no {call.func.attr} among the signatures read"
     bind(signatures[call.func.attr], call)
@@ -45,7 +46,7 @@ def test_the_calls_are_found() -> None:
 
 
 def test_the_check_sees_a_wrong_call() -> None:
-    call = ast.parse("torch_npu.npu_rms_norm(x, weight, eps=1e-6)").body[0].value
+    call: Any = ast.parse("torch_npu.npu_rms_norm(x, weight, eps=1e-6)", mode="eval").body
     with pytest.raises(TypeError, match="eps"):
         bind(OPERATORS["npu_rms_norm"], call)
     with pytest.raises(AttributeError, match="clear_cache"):
