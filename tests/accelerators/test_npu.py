@@ -105,7 +105,8 @@ def test_fake_ddp_wraps_the_model_without_another_kinds_stream(monkeypatch: pyte
 
 def test_fake_fsdp2_shards_over_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     strategy = npu.NPUFSDP2Strategy()
-    strategy.parallel_devices, strategy.num_nodes = [Device] * 4, 2
+    four: list[Any] = [Device] * 4
+    strategy.parallel_devices, strategy.num_nodes = four, 2
     monkeypatch.setattr(lightning_strategies.ModelParallelStrategy, "setup_environment", lambda self: None)
     strategy.setup_environment()
     assert (strategy._data_parallel_size, strategy._tensor_parallel_size) == (8, 1)
