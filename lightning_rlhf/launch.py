@@ -162,7 +162,9 @@ def run_folder() -> str | None:
     if TorchElasticEnvironment.detect():
         name = os.environ["TORCHELASTIC_RUN_ID"]
         if name == "none":
-            raise InputError("torchrun has no name: give it --rdzv-id=NAME or --standalone, or set hydra.run.dir=FOLDER")
+            raise InputError(
+                "torchrun has no name: give it --rdzv-id=NAME or --standalone, or set hydra.run.dir=FOLDER"
+            )
         return f"outputs/torchrun-{name}"
     return None
 

@@ -290,7 +290,7 @@ def _processes(trainer: Mapping[str, Any]) -> Iterator[Problem]:
     if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
         yield Problem("trainer.num_nodes", nodes, "a whole number >= 1")
     strategy = trainer.get("strategy", "auto")
-    if isinstance(strategy, str) and strategy not in STRATEGIES:
+    if isinstance(strategy, str) and strategy not in STRATEGIES and trainer.get("accelerator") != "npu":
         near = {"fsdp": "trainer=fsdp2", "fsdp2": "trainer=fsdp2", "ddp_spawn": "ddp"}.get(strategy)
         guess = f"did you mean {near}? " if near else ""
         yield Problem("trainer.strategy", strategy, f"{guess}{', '.join(STRATEGIES)}, or a block with a _target_")

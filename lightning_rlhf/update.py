@@ -272,9 +272,7 @@ class MinibatchPlan:
             lengths = [self._lengths[row] for row in mine.tolist()]
             yield mine, lengths, float(sum(counts)), float(sum(n > 0 for n in counts))
 
-    def idle(
-        self, experience: Experience, tokens: float, sequences: float
-    ) -> tuple[MiniBatch, list[tuple[int, int]]]:
+    def idle(self, experience: Experience, tokens: float, sequences: float) -> tuple[MiniBatch, list[tuple[int, int]]]:
         """One row without a valid token, and its lengths: its loss is 0, and so are its gradients."""
         row = min(range(len(self._lengths)), key=lambda i: sum(self._lengths[i]))
         minibatch = MiniBatch.from_experience(experience, torch.tensor([row]), tokens, sequences)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, StrategyRegistry
+from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy, StrategyRegistry
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from lightning_rlhf.accelerators.device import module_of
 from lightning_rlhf.locate import locate
 from lightning_rlhf.settings import SettingError
+from lightning_rlhf.strategies import DDPStrategy
 
 NPU = "npu"
 MIXED = ("bf16-mixed", "16-mixed")
@@ -139,7 +140,7 @@ class HCCLMixin:
 
 
 class NPUDDPStrategy(HCCLMixin, DDPStrategy):
-    """Data parallel over several NPUs."""
+    """Data parallel over several NPUs: :class:`lightning_rlhf.strategies.DDPStrategy` over hccl."""
 
     strategy_name = "npu_ddp"
 

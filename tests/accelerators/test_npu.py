@@ -97,10 +97,11 @@ def test_fake_ddp_wraps_the_model_without_another_kinds_stream(monkeypatch: pyte
     seen: list[Any] = []
     monkeypatch.setattr(npu, "DistributedDataParallel", lambda model, **options: seen.append((model, options)))
     two: list[Any] = [Device, Device]
-    strategy = npu.NPUDDPStrategy(parallel_devices=two, find_unused_parameters=True)
+    strategy = npu.NPUDDPStrategy(timeout_seconds=60)
+    strategy.parallel_devices = two
     strategy.cluster_environment = type("Environment", (), {"local_rank": lambda self: 0})()
     strategy._setup_model("module")
-    assert seen == [("module", {"device_ids": [1], "find_unused_parameters": True})]
+    assert seen == [("module", {"device_ids": [1], "gradient_as_bucket_view": True})]
 
 
 def test_fake_fsdp2_shards_over_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +175,7 @@ def test_fake_options_that_do_not_fit_are_refused(fake: Checked, options: dict[s
 
 
 def test_fake_strategy_as_a_block_is_taken(fake: Checked) -> None:
-    block = {"_target_": "lightning_rlhf.accelerators.npu.NPUDDPStrategy", "find_unused_parameters": True}
+    block = {"_target_": "lightning_rlhf.accelerators.npu.NPUDDPStrategy", "timeout_seconds": 60}
     npu.check_options({"accelerator": "npu", "devices": 2, "strategy": block})
 
 
@@ -214,3 +215,18 @@ def test_what_is_missing_follows_the_machine(monkeypatch: pytest.MonkeyPatch) ->
 def test_fused_operators_without_torch_npu_are_refused_before_any_work(compose: Callable) -> None:
     with pytest.raises(schema.ConfigError, match=r"model\.policy\.npu_fused"):
         schema.check(compose("model.policy.npu_fused=true"))
+
+
+@pytest.mark.parametrize(
+    ("option", "strategy", "devices"),
+    [("npu", npu.SingleNPUStrategy, 1), ("npu_ddp", npu.NPUDDPStrategy, 2), ("npu_fsdp2", npu.NPUFSDP2Strategy, 2)],
+)
+def test_fake_npus_get_accelerator_strategy_precision_and_backend_together(
+    fake: Checked, compose: Callable, option: str, strategy: type, devices: int
+) -> None:
+    """By the shipped file alone, through the ordinary check and assembly."""
+    trainer = make_trainer(schema.check(compose(f"trainer={option}", "logger=none", "callbacks=none")))
+    assert isinstance(trainer.accelerator, npu.NPUAccelerator) and isinstance(trainer.strategy, strategy)
+    assert [d.index for d in trainer._accelerator_connector._parallel_devices] == list(range(devices))
+    assert isinstance(trainer.precision_plugin, npu.NPUMixedPrecision) and trainer.precision_plugin.device == "npu"
+    assert getattr(trainer.strategy, "process_group_backend", "hccl") == "hccl"
