@@ -197,7 +197,11 @@ def plot(
                 lowest, highest = ([edge(by_iteration[s]) for s in steps] for edge in (min, max))
                 axis.fill_between(steps, lowest, highest, alpha=0.2)
             axis.set_title(engine)
-            axis.set_ylabel("mean reward of the engine's samples" if quantity == "reward" else "KL(engine || trainer), nats per token")
+            axis.set_ylabel(
+                "mean reward of the engine's samples"
+                if quantity == "reward"
+                else "KL(engine || trainer), nats per token"
+            )
             if quantity == "k3_kl":
                 axis.set_yscale("log")
             axis.set_xlabel("iteration")

@@ -17,6 +17,7 @@ from lightning import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import Logger
 
+from lightning_rlhf.accelerators.npu import trainer_objects
 from lightning_rlhf.checkpoint import RNGState, latest_valid, warn_about_model_checkpoint
 from lightning_rlhf.checkpoint_files import is_sharded
 from lightning_rlhf.checkpoint_folder import read_checkpoint
@@ -98,6 +99,7 @@ def make_trainer(config: Mapping[str, Any], *, train: bool = True) -> Trainer:
     with building("trainer"):
         return make(
             settings,
+            **trainer_objects(settings),
             callbacks=callbacks,
             logger=logger,
             default_root_dir=config["output_dir"],

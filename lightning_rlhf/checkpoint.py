@@ -21,6 +21,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_rlhf.accelerators.device import rng_state, set_rng_state
 from lightning_rlhf.checkpoint_files import (
     PARTIAL,
     SET_ASIDE,
@@ -317,9 +318,7 @@ class RNGState(Callback):
 def _rng_state(device: torch.device) -> dict[str, Any]:
     name, keys, *rest = cast("tuple[Any, ...]", np.random.get_state())
     state = {"python": random.getstate(), "numpy": [name, keys.tolist(), *rest], "torch": torch.get_rng_state()}
-    if device.type != "cpu":
-        state["device"] = torch.get_device_module(device).get_rng_state().cpu()
-    return state
+    return state | {"device": rng_state(device), "device_type": device.type}
 
 
 def _restore_rng(state: dict[str, Any], device: torch.device) -> None:
@@ -328,5 +327,5 @@ def _restore_rng(state: dict[str, Any], device: torch.device) -> None:
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(state["torch"].cpu())
-    if device.type != "cpu" and "device" in state:
-        torch.get_device_module(device).set_rng_state(state["device"].cpu())
+    if state.get("device") is not None and device.type == state["device_type"]:  # of another kind it means nothing
+        set_rng_state(device, state["device"])

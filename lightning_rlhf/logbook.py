@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-import torch
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_rlhf.accelerators.device import peak_bytes, reset_peak
 from lightning_rlhf.events import UpdateStats
 from lightning_rlhf.metrics.names import check
 
@@ -71,9 +71,10 @@ class Logbook:
         if dropped is not None:
             numbers["data/prompts_dropped"] = sum(dropped.values())
         numbers["perf/tokens_per_second"] = tokens / self._times["iteration"]
-        if torch.accelerator.is_available():
-            numbers["memory/peak_gib"] = torch.accelerator.max_memory_allocated(module.device) / 2**30
-            torch.accelerator.reset_peak_memory_stats(module.device)
+        peak = peak_bytes(module.device)
+        if peak is not None:
+            numbers["memory/peak_gib"] = peak / 2**30
+            reset_peak(module.device)
         numbers |= control.reported
         check(numbers)
         self._write_decisions()

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 import torch
 from lightning.pytorch.utilities.memory import is_oom_error
 
+from lightning_rlhf.accelerators import device as device_layer
+
 if TYPE_CHECKING:
     from lightning_rlhf.control import Control
 
@@ -64,9 +66,7 @@ def attempt(work: Callable[[], _Result]) -> tuple[_Result | None, str | None]:
 def free_memory() -> None:
     """Collect what is unreachable and hand the caching allocator's unused blocks back to the device."""
     gc.collect()
-    if torch.accelerator.is_available():
-        # torch.cuda, torch.npu, torch.xpu, ...: the device module knows its cache.
-        torch.get_device_module(torch.accelerator.current_accelerator()).empty_cache()
+    device_layer.empty_cache()
 
 
 def peak_memory_share(device: torch.device) -> float | None:
@@ -74,7 +74,5 @@ def peak_memory_share(device: torch.device) -> float | None:
 
     Tensors are counted and not what the allocator keeps in reserve, which never shrinks by itself.
     """
-    if device.type == "cpu" or not torch.accelerator.is_available():
-        return None
-    _, total = torch.accelerator.get_memory_info(device)
-    return torch.accelerator.max_memory_allocated(device) / total
+    peak, total = device_layer.peak_bytes(device), device_layer.total_bytes(device)
+    return None if peak is None or total is None else peak / total

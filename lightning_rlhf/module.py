@@ -361,7 +361,7 @@ class ActorCriticModule(LightningModule):
     def setup(self, stage: str) -> None:
         """The embedded engine shares the actor's weights from here on; reward models follow to the device."""
         self.engine.setup(self.actor.lm, self.tokenizer)
-        self.reward.to(self.device)
+        self.reward.to(self.trainer.strategy.root_device)  # the module itself moves there only after this
 
     def configure_model(self) -> None:
         """Shard actor, critic and reference where the strategy says how; only the first call does anything.

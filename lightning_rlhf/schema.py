@@ -13,10 +13,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lightning_rlhf.accelerators.npu import check_options
 from lightning_rlhf.arithmetic import Arithmetic
 from lightning_rlhf.locate import locate, parameters_of
 from lightning_rlhf.mixins.alp_settings import ALPSettings
 from lightning_rlhf.mixins.correction_settings import RolloutCorrectionSettings
+from lightning_rlhf.models.npu_fused import is_installed
 from lightning_rlhf.settings import PPOSettings, SettingError, build
 from lightning_rlhf.spelling import hint
 from lightning_rlhf.verl import VerlBlockError, adopt
@@ -72,7 +74,7 @@ def check(config: DictConfig) -> dict[str, Any]:
         raise ConfigError([Problem(error.key, error.value, error.allowed)]) from error
     for note in notes:
         log.info(note)
-    checks = (top_level, blocks, targets, module_settings, trainer_options, numbers, combinations, files)
+    checks = (top_level, blocks, targets, module_settings, trainer_options, npu, numbers, combinations, files)
     problems = [problem for each in checks for problem in each(plain)]
     if problems:
         raise ConfigError(problems)
@@ -288,10 +290,22 @@ def _processes(trainer: Mapping[str, Any]) -> Iterator[Problem]:
     if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
         yield Problem("trainer.num_nodes", nodes, "a whole number >= 1")
     strategy = trainer.get("strategy", "auto")
-    if isinstance(strategy, str) and strategy not in STRATEGIES:
+    if isinstance(strategy, str) and strategy not in STRATEGIES and trainer.get("accelerator") != "npu":
         near = {"fsdp": "trainer=fsdp2", "fsdp2": "trainer=fsdp2", "ddp_spawn": "ddp"}.get(strategy)
         guess = f"did you mean {near}? " if near else ""
         yield Problem("trainer.strategy", strategy, f"{guess}{', '.join(STRATEGIES)}, or a block with a _target_")
+
+
+def npu(config: Mapping[str, Any]) -> Iterator[Problem]:
+    """An Ascend NPU that is not there, and what does not go with one."""
+    trainer = get(config, "trainer") or {}
+    if trainer.get("accelerator") == "npu":
+        try:
+            check_options(trainer)
+        except SettingError as error:
+            yield Problem(error.key, error.value, error.allowed)
+    if get(config, "model.policy.npu_fused") and not is_installed():
+        yield Problem("model.policy.npu_fused", True, "false without the package torch-npu, whose operators these are")
 
 
 def numbers(config: Mapping[str, Any]) -> Iterator[Problem]:

@@ -354,10 +354,10 @@ def test_generator_of_the_device_is_saved_and_restored(monkeypatch: pytest.Monke
     class FakeDevice:
         state = torch.tensor([1, 2, 3], dtype=torch.uint8)
 
-        def get_rng_state(self) -> torch.Tensor:
+        def get_rng_state(self, device: torch.device) -> torch.Tensor:
             return self.state
 
-        def set_rng_state(self, state: torch.Tensor) -> None:
+        def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
             self.state = state
 
     fake = FakeDevice()

@@ -203,6 +203,7 @@ SEEN_OTHERWISE = {
     *("output_dir", "run_name", "warmup.cache_dir", "trainer.deterministic"),
     "resume",  # test_cli.py: a resumed run
     "rollout.max_staleness",  # rollout/test_ahead.py: a stale rollout is drawn again
+    "model.policy.npu_fused",  # accelerators/test_npu_fused.py: layers are exchanged
     "trainer.accelerator",  # test_cli.py: an unknown one is refused
     "trainer.devices",  # test_schema.py: anything but one is refused
 }

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_rlhf.accelerators.device import reduces_float64
+
 ROUNDING_ULPS = 4.0
 """A standard deviation of at most this many units in the last place of the mean is rounding and not a spread."""
 
@@ -57,6 +59,11 @@ def _all_reduce(tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
     if not (dist.is_available() and dist.is_initialized()):
         return tensor
     reduced = tensor.detach().clone()
+    if reduced.dtype == torch.float64 and not reduces_float64(reduced.device):
+        parts = [torch.empty_like(reduced) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, reduced)
+        gathered = torch.stack(parts)
+        return gathered.sum(0) if operation == dist.ReduceOp.SUM else gathered.amax(0)
     dist.all_reduce(reduced, op=operation)
     return reduced
 

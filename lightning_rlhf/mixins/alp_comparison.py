@@ -63,7 +63,7 @@ class PolicyComparison:
 
     def tails(self) -> list[RatioTails]:
         """The percentiles by tenths of the engine's probability, of **this rank's** tokens; no empty tenths."""
-        plain, perturbed, rollout = self._tokens()
+        plain, perturbed, rollout = self._tokens().cpu()  # many small questions, one transfer
         place = (rollout.exp() * BINS).long().clamp(0, BINS - 1)
         wanted = plain.new_tensor([0.02, 0.98])
         found = []

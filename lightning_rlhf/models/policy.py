@@ -18,6 +18,7 @@ from lightning_rlhf.lora import POLICY_ADAPTER, lora_layers
 from lightning_rlhf.models.actor import Actor, verify_head
 from lightning_rlhf.models.critic import SeparateCritic, SharedCritic
 from lightning_rlhf.models.loading import LoadedModel, assert_no_dropout, disable_dropout, isolated_rng
+from lightning_rlhf.models.npu_fused import fuse
 from lightning_rlhf.models.reference import REFERENCE_ADAPTER, AdapterReference, FrozenReference
 
 CriticKind = Literal["separate", "shared", "none"]
@@ -43,6 +44,7 @@ def build_policy(
     reference: ReferenceKind = "copy",
     lora: Mapping[str, Any] | None = None,
     activation_checkpointing: bool = False,
+    npu_fused: bool = False,
     seed: int = 0,
 ) -> Policy:
     """Build actor, critic and reference from one loaded model.
@@ -54,6 +56,8 @@ def build_policy(
         lora: ``None`` trains all weights. Otherwise ``r``, ``alpha`` (default ``2 r``) and ``target_modules``
             (names, or ``all-linear``) of a fresh adapter, or ``adapter``, the folder of a trained one to start from.
         activation_checkpointing: Recompute activations in the backward pass, to save memory.
+        npu_fused: Compute RMSNorm, SwiGLU and attention by torch-npu's fused operators, see
+            :func:`lightning_rlhf.models.npu_fused.fuse`.
         seed: Seed of a fresh adapter. PyTorch's global generator is left as it was.
 
     Raises:
@@ -65,6 +69,8 @@ def build_policy(
         lora = {key: value for key, value in lora.items() if value is not None}  # null in a config: left unset
     lm = loaded.lm
     disable_dropout(lm)
+    if npu_fused:
+        fuse(lm)
     verify_head(lm)
     if lora is not None:
         _add_lora(lm, lora, seed)

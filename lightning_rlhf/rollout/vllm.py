@@ -5,21 +5,21 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 
+from lightning_rlhf.accelerators.device import current, generators_kept
 from lightning_rlhf.experience import PromptBatch, Rollout
 from lightning_rlhf.rollout.ahead import Ahead
 from lightning_rlhf.rollout.assemble import Generated, assemble_rollout, row_seeds
 from lightning_rlhf.rollout.base import Sampling
 from lightning_rlhf.rollout.binding import Binding, announce, bind, check_prompts, stop_ids_setting, unwrapped
 from lightning_rlhf.rollout.receiver import receive
-from lightning_rlhf.rollout.vllm_package import quiet, require_vllm
+from lightning_rlhf.rollout.vllm_package import ASCEND_DEFAULTS, platform, quiet, require_vllm
 from lightning_rlhf.rollout.weights import WEIGHT_BITS, named_weights
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class VLLMEngine:
         tensor_parallel_size: devices over which vLLM splits the model. With more than one, the workers are processes
             of their own and weights travel through host memory.
         enforce_eager: no compilation and no CUDA graphs; ``None``: only on a CPU, where compiling takes minutes.
-        sleep: give the memory of weights and cache back to the trainer between generations (GPU only).
+        sleep: give the memory of weights and cache back to the trainer between generations (GPU and NPU).
         engine_args: further arguments of ``vllm.LLM``.
         lag: 1 generates the next batch while this one is trained on; 0 is on-policy.
         max_staleness: see :class:`~lightning_rlhf.rollout.Ahead`.
@@ -169,8 +169,12 @@ class VLLMEngine:
         self.update_weights(self.policy_version)
 
     def _check_place(self) -> None:
-        if self.sleep and not torch.cuda.is_available():
-            raise ValueError("rollout.sleep = True is not allowed: vLLM can give back the memory of a GPU only")
+        place = platform()
+        if self.sleep and not place.is_sleep_mode_available():
+            raise ValueError(
+                f"rollout.sleep = True is not allowed: vLLM can give back the memory of a GPU or NPU only, and runs on "
+                f"{place.device_type or 'nothing'} here"
+            )
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             raise ValueError(
                 "rollout=vllm runs in one training process; with several use rollout=vllm_server or rollout=hf"
@@ -178,7 +182,8 @@ class VLLMEngine:
 
     def _arguments(self, lm: PreTrainedModel) -> dict[str, Any]:
         """Arguments of ``vllm.LLM``, all but the folder of the model's configuration."""
-        on_cpu = not torch.cuda.is_available()
+        kind = platform().device_type
+        on_cpu = kind == "cpu"
         cache = CPU_CACHE_GIB if self.kv_cache_gib is None and on_cpu else self.kv_cache_gib
         arguments = {
             "dtype": str(unwrapped(lm).dtype).removeprefix("torch.") if self.dtype == "auto" else self.dtype,
@@ -192,6 +197,8 @@ class VLLMEngine:
         }
         if cache is not None:
             arguments["kv_cache_memory_bytes"] = int(cache * 2**30)
+        if kind == "npu":
+            arguments["additional_config"] = ASCEND_DEFAULTS
         own = {
             "skip_tokenizer_init": True,
             "load_format": "dummy",
@@ -210,7 +217,7 @@ class VLLMEngine:
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
         self._owns_process_group = not torch.distributed.is_initialized()
-        with tempfile.TemporaryDirectory() as folder, isolate_rng(), quiet():
+        with tempfile.TemporaryDirectory() as folder, isolate_rng(), generators_kept(), quiet():
             config.save_pretrained(folder)
             try:
                 from vllm import LLM
@@ -228,7 +235,7 @@ class VLLMEngine:
         prompt: list[Any] = [{"prompt_token_ids": [0]}]
         one = self._sampling_params(replace(self.sampling, max_new_tokens=1), 0, binding)
         try:
-            with quiet(), _global_generator_kept():
+            with quiet(), generators_kept():
                 llm.generate(prompt, one, use_tqdm=False)
         except RuntimeError as error:
             self.close()
@@ -284,7 +291,7 @@ class VLLMEngine:
         # PyTorch tells OpenMP its number of threads for the calling thread alone, at that thread's first operation;
         # vLLM's attention on a CPU asks OpenMP before and refuses to run when the number changes.
         torch.set_num_threads(torch.get_num_threads())
-        with quiet(), _global_generator_kept(), torch.autocast(_device_type(), enabled=False):
+        with quiet(), generators_kept(), torch.autocast(current().type, enabled=False):
             outputs = llm.generate(
                 requests,
                 [self._sampling_params(sampling, row_seed, binding) for row_seed in seeds],
@@ -383,17 +390,3 @@ def _generated(output: Any, version: int) -> Generated:
     ids = list(output.token_ids)
     logprobs = [entry[token].logprob for token, entry in zip(ids, output.logprobs, strict=True)]
     return Generated(ids, logprobs, output.finish_reason, version)
-
-
-def _device_type() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@contextmanager
-def _global_generator_kept() -> Iterator[None]:
-    """vLLM's CPU sampler draws numbers from PyTorch's global generator that it then replaces by those of the rows."""
-    state = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)

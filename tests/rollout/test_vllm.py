@@ -9,6 +9,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from lightning_rlhf.callbacks import Calibrate, CalibrationError
 from lightning_rlhf.experience import Finish, PromptBatch, Rollout
 from lightning_rlhf.lora import lora_layers
 from lightning_rlhf.models import Actor, LoadedModel, build_policy, build_tiny
-from lightning_rlhf.rollout import VLLMEngine
+from lightning_rlhf.rollout import VLLMEngine, vllm_package
 from lightning_rlhf.rollout import vllm as module_under_test
 from tests.support import Recorder, fit, tiny_module, tiny_policy
 
@@ -451,6 +452,13 @@ def test_a_model_with_biases_and_absolute_positions(fresh: Callable) -> None:
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The settings can be looked at without vLLM."""
     monkeypatch.setattr(module_under_test, "require_vllm", lambda: None)
+    fake_platform(monkeypatch, "cpu")
+
+
+def fake_platform(monkeypatch: pytest.MonkeyPatch, kind: str, *, sleeps: bool = False) -> None:
+    """vLLM's word on where it runs, without vLLM."""
+    place = SimpleNamespace(device_type=kind, is_sleep_mode_available=lambda: sleeps)
+    monkeypatch.setattr(module_under_test, "platform", lambda: place)
 
 
 def test_without_vllm_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -485,9 +493,8 @@ def test_two_roundings_are_refused(installed: None) -> None:
 
 
 def test_sleep_without_a_gpu_is_refused(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     loaded = build()
-    with pytest.raises(ValueError, match=r"rollout\.sleep = True is not allowed: .* a GPU only"):
+    with pytest.raises(ValueError, match=r"rollout\.sleep = True is not allowed: .* GPU or NPU only, and runs on cpu"):
         VLLMEngine(sleep=True).setup(loaded.lm, loaded.tokenizer)
 
 
@@ -521,11 +528,32 @@ def test_every_engine_setting_reaches_vllm(installed: None, key: str, value: Any
 
 def test_defaults_on_each_kind_of_machine(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = build(dtype="bfloat16")
-    for gpu in (False, True):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+    for gpu, kind in ((False, "cpu"), (True, "cuda"), (True, "npu")):
+        fake_platform(monkeypatch, kind)
         arguments = VLLMEngine()._arguments(loaded.lm)
         assert arguments["enforce_eager"] is not gpu and arguments["dtype"] == "bfloat16"
         assert arguments.get("kv_cache_memory_bytes", math.inf) == (math.inf if gpu else 2**30)
+
+
+def test_fake_npu_gets_the_settings_of_an_engine_whose_weights_change(
+    installed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = build()
+    assert "additional_config" not in VLLMEngine()._arguments(loaded.lm)
+    fake_platform(monkeypatch, "npu", sleeps=True)
+    assert VLLMEngine()._arguments(loaded.lm)["additional_config"] == {"rl_config": {"enabled": True}}
+    own = VLLMEngine(engine_args={"additional_config": {"weight_nz_mode": 0}})._arguments(loaded.lm)
+    assert own["additional_config"] == {"weight_nz_mode": 0}
+    VLLMEngine(sleep=True)._check_place()
+
+
+def test_fake_npu_without_the_plugin_of_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    monkeypatch.setattr(vllm_package, "current", lambda: SimpleNamespace(type="npu"))
+    with pytest.raises(ValueError, match=r"has an NPU, and vLLM would run on cpu\. .* vllm-ascend"):
+        vllm_package.platform()
+    monkeypatch.setattr(vllm_package, "current", lambda: torch.device("cpu"))
+    assert vllm_package.platform().device_type == "cpu"
 
 
 def test_every_key_of_the_shipped_file_is_a_setting(compose: Callable, installed: None) -> None:
