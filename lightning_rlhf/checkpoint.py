@@ -27,7 +27,7 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from lightning_rlhf.parallel import gather_objects
+from lightning_rlhf.processes import gather_objects
 
 PARTIAL, SET_ASIDE = ".partial", ".set_aside"
 """Endings of a file still being written, and of a checkpoint from a future that a resumed run does not share."""

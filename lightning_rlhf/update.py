@@ -19,7 +19,8 @@ from lightning_rlhf.experience import Experience, MiniBatch, sample_seed, split_
 from lightning_rlhf.functional.stats import largest_over_ranks
 from lightning_rlhf.memory import OutOfMemory, attempt, free_memory, memory_policy
 from lightning_rlhf.metrics.batch import MetricBatch
-from lightning_rlhf.parallel import average_gradients, balanced_shares, gather_experience, local_gradients, place
+from lightning_rlhf.parallel import average_gradients, balanced_shares, gather_experience, local_gradients
+from lightning_rlhf.processes import place
 
 if TYPE_CHECKING:
     from lightning_rlhf.module import ActorCriticModule

@@ -45,6 +45,7 @@ def connect(llama, make_tokenizer) -> Iterator[Callable[..., VLLMServerEngine]]:
         settings = {"samples": 2, "max_new_tokens": 8, "retry_seconds": 0.02, "request_timeout": 5.0} | settings
         engines.append(VLLMServerEngine([server.url for server in servers], **settings))
         engines[-1].setup(llama, make_tokenizer())
+        engines[-1].update_weights(0)
         return engines[-1]
 
     yield _connect
@@ -126,6 +127,7 @@ def test_what_a_request_says_fake_server(start, llama, make_tokenizer, make_prom
     server = start()
     engine = VLLMServerEngine([server.url], temperature=0.7, top_k=5, top_p=0.9, stop_token_ids=[9])
     engine.setup(llama, make_tokenizer(eos=4))
+    engine.update_weights(0)
     prompts = make_prompts([5, 6, 7], data_pass=2)
     draw(engine, prompts, samples=1)
     draw(engine, prompts, samples=1, greedy=True)
@@ -188,15 +190,16 @@ def test_a_server_that_returns_gets_the_weights_before_work_fake_server(start, c
     other.fault = restart
     assert_complete(draw(engine, batch), batch)
     [back] = returned
-    assert back.calls[:6] == [
-        *("rlhf_describe", "/pause", "rlhf_receive", "/reset_prefix_cache", "/update_weight_version", "/resume"),
+    assert back.calls[:8] == [
+        *("rlhf_describe", "rlhf_held", "/weight_info"),
+        *("/pause", "rlhf_receive", "/reset_prefix_cache", "/update_weight_version", "/resume"),
     ]
     assert len(back.requests) > 0 and set(back.sampled_with) == {engine._label}
 
 
 def test_a_server_restarted_unnoticed_is_caught_by_its_weights_fake_server(start, connect, batch, caplog):
     def forget(server: FakeVLLMServer, body: dict[str, Any]) -> None:
-        server.label, server.weights = "default", {}
+        server.label, server.held, server.weights = "default", "", {}
 
     restarted = start(fault=once(forget))
     engine = connect(restarted)
@@ -248,7 +251,7 @@ def test_every_update_reaches_every_server_fake_server(start, connect, batch, ll
     servers = [start(), start()]
     engine = connect(*servers)
     draw(engine, batch)
-    assert all(held(server, llama) for server in servers), "without an update, the weights of the start"
+    assert all(held(server, llama) for server in servers)
     for version in (1, 2):
         with torch.no_grad():
             llama.lm_head.weight.add_(1.0)
@@ -282,6 +285,7 @@ def test_a_damaged_part_is_refused_fake_server(start, connect):
     engine.update_weights(1)
     store = engine._store
     store._parts[0] = store._parts[0][:-1] + bytes([store._parts[0][-1] ^ 1])
+    server.held = ""
     engine._pool.bring_up(engine._make_ready)
     assert "part 0 of the weights" in engine._pool.causes() and "sha256 is wrong" in engine._pool.causes()
 
@@ -363,6 +367,9 @@ def test_an_engine_can_be_set_up_again_after_its_end_fake_server(start, connect,
     with pytest.raises(RuntimeError, match="setup"):
         draw(engine, batch)
     engine.setup(llama, make_tokenizer())
+    with pytest.raises(RuntimeError, match="update_weights"):
+        draw(engine, batch)
+    engine.update_weights(0)
     assert torch.equal(draw(engine, batch).response_ids, first.response_ids)
 
 
