@@ -165,9 +165,7 @@ def train_composed(rank: int, folder: str, *overrides: str, die: int | None = No
     world = int(os.environ.get("WORLD_SIZE", "1"))
     trainer_group = ["trainer=ddp", f"trainer.devices={world}"] if world > 1 else ["trainer.accelerator=cpu"]
     with hydra.initialize_config_module("lightning_rlhf.conf", version_base="1.3"):
-        config = schema.check(
-            hydra.compose("train", [f"output_dir={folder}", *EVERYTHING, *trainer_group, *overrides])
-        )
+        config = schema.check(hydra.compose("train", [f"output_dir={folder}", *EVERYTHING, *trainer_group, *overrides]))
     parts, trainer = assemble(config), make_trainer(config)
     notes = Notes()
     trainer.callbacks.append(notes)

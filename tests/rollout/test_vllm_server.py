@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
+from threading import Barrier, Thread
 from typing import Any
 
 import pytest
 import torch
 
+from lightning_rlhf import cli
 from lightning_rlhf.checkpoint import latest_valid
 from lightning_rlhf.experience import Finish, sample_seed
+from lightning_rlhf.rollout import extension
 from lightning_rlhf.rollout import pool as pool_module
 from lightning_rlhf.rollout.pool import ServersGone
+from lightning_rlhf.rollout.receiver import Receipt
 from lightning_rlhf.rollout.server import RequestRefused
 from lightning_rlhf.rollout.vllm_server import VLLMServerEngine
-from lightning_rlhf.train import train
 from tests.rollout.fake_vllm_server import FakeVLLMServer, changed, dies_at, once, response_to, slow
 from tests.rollout.real_vllm_servers import free_port
 
@@ -376,7 +380,7 @@ def test_an_engine_can_be_set_up_again_after_its_end_fake_server(start, connect,
 # --- a run -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_whose_servers_are_gone_leaves_its_checkpoint_intact_fake_server(start, compose, tiny_run, tmp_path):
+def test_a_run_whose_servers_are_gone_says_where_to_go_on_fake_server(start, tiny_run, tmp_path, monkeypatch, capsys):
     def dies_in_the_second_iteration(server: FakeVLLMServer, body: dict[str, Any]) -> None:
         # Weights come before the held-out prompts, before training, and after the first iteration.
         if server.calls.count("rlhf_receive") == 3:
@@ -389,8 +393,108 @@ def test_a_run_whose_servers_are_gone_leaves_its_checkpoint_intact_fake_server(s
         "rollout.retries=1",
         "rollout.retry_seconds=0.01",
     ]
-    config = compose(*tiny_run, "iterations=3", "logger=none", "callbacks.calibrate=null", *settings)
-    config.callbacks.checkpoint.every_n_iterations = 1
-    with pytest.raises(ServersGone, match=server.url):
-        train(config)
-    assert latest_valid(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "iteration_000001.ckpt"
+    settings += ["iterations=3", "logger=none", "callbacks.calibrate=null", "callbacks.checkpoint.every_n_iterations=1"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert cli.main(["train", "hydra.run.dir=run", *tiny_run, *settings]) == 1
+    said = capsys.readouterr().err
+    assert "Traceback" not in said and f"no rollout server is left. {server.url}" in said
+    assert f"resume={tmp_path / 'run'} goes on from iteration_000001.ckpt" in said
+    assert latest_valid(tmp_path / "run" / "checkpoints").name == "iteration_000001.ckpt"
+
+
+def test_an_evaluation_without_servers_is_one_screen_fake_server(capsys, monkeypatch):
+    def evaluate(*_: Any) -> None:
+        raise ServersGone("no rollout server is left. http://a:1: refused")
+
+    monkeypatch.setattr("lightning_rlhf.evaluate.evaluate_checkpoint", evaluate)
+    assert cli.main(["eval", "checkpoint=run"]) == 1
+    assert capsys.readouterr().err.startswith("no rollout server is left. http://a:1: refused\n(full traceback")
+
+
+# --- several processes of one run ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_ranks(start, connect) -> Callable[..., tuple[FakeVLLMServer, VLLMServerEngine, VLLMServerEngine]]:
+    """A server, and two engines that know the same weights under the same label, as two ranks do."""
+
+    def _two_ranks() -> tuple[FakeVLLMServer, VLLMServerEngine, VLLMServerEngine]:
+        server = start()
+        second, first = connect(server), connect(server)
+        second._label, second._source = first._label, first._source
+        server.calls.clear()
+        return server, first, second
+
+    return _two_ranks
+
+
+def test_weights_that_another_rank_has_brought_back_are_not_sent_again_fake_server(two_ranks, batch):
+    server, first, second = two_ranks()
+    server.held, server.label = "", "default"  # restarted
+    received = len(server.received)
+    first._pool.bring_up(first._make_ready)
+    assert len(server.received) == received + 1
+    server.calls.clear()
+    second._pool.bring_up(second._make_ready)
+    assert server.calls == ["rlhf_describe", "rlhf_held", "/weight_info", "/resume"], "nothing was paused"
+    assert_complete(draw(second, batch), batch)
+
+
+@pytest.mark.parametrize("spoilt", ["held", "label"])
+def test_a_transfer_that_was_not_completed_is_made_again_fake_server(two_ranks, spoilt):
+    server, first, _ = two_ranks()
+    setattr(server, spoilt, "a mixture")
+    first._pool.bring_up(first._make_ready)
+    assert "/pause" in server.calls and server.held == server.label == first._label and first._pool.ready
+
+
+def test_two_ranks_that_bring_a_server_back_at_once_fake_server(two_ranks, batch):
+    server, first, second = two_ranks()
+    server.held, server.label = "", "default"
+    received, both = len(server.received), Barrier(2)
+    receive = server.rlhf_receive
+
+    def meet(**arguments: Any) -> dict[str, Any]:
+        both.wait(30)
+        return receive(**arguments)
+
+    server.rlhf_receive = meet
+    other = Thread(target=second._pool.bring_up, args=[second._make_ready])
+    other.start()
+    first._pool.bring_up(first._make_ready)
+    other.join()
+    assert len(server.received) == received + 1, "the second transfer writes nothing into weights that are in use"
+    for engine in (first, second):
+        assert engine._pool.causes() == ""
+        assert_complete(draw(engine, batch), batch)
+
+
+def test_the_worker_writes_weights_once_and_again_after_a_failure(monkeypatch):
+    written: list[str] = []
+
+    def receive(worker: Any, weights: Any) -> Receipt:
+        if not weights:
+            raise RuntimeError("incomplete")
+        written.append(weights)
+        return Receipt(sent=1, parameters=1)
+
+    monkeypatch.setattr(extension, "fetch", lambda source, token, label: label.removeprefix("broken"))
+    monkeypatch.setattr(extension, "receive", receive)
+    worker = extension.WeightReceiver()
+    assert worker.rlhf_held() == {"label": ""}
+    answers = [worker.rlhf_receive("source", "token", label) for label in ("a", "a", "b", "broken", "b")]
+    assert [answer.get("label") for answer in answers] == ["a", "a", "b", None, "b"]
+    assert "incomplete" in answers[3]["error"]
+    assert written == ["a", "b", "b"] and worker.rlhf_held() == {"label": "b"}
+
+
+def test_each_rank_begins_with_another_server_and_has_its_part_of_the_requests_fake_server(start, connect):
+    servers = [start() for _ in range(3)]
+    pool = connect(*servers, requests_per_server=8)._pool
+    parts = []
+    for rank in range(3):
+        pool.share(rank, 3)
+        parts.append(pool.at_a_time)
+        assert pool.ready[0].server.url == servers[rank].url and len(pool.ready) == 3
+    assert parts == [3, 3, 2]
