@@ -36,7 +36,7 @@ from lightning_rlhf.checkpoint_files import (
     verify,
 )
 from lightning_rlhf.checkpoint_folder import read_checkpoint
-from lightning_rlhf.parallel import gather_objects
+from lightning_rlhf.processes import gather_objects
 
 __all__ = [
     "AtomicCheckpointIO",

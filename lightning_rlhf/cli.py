@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_rlhf import __version__
@@ -83,6 +84,11 @@ def _run(verb: Callable[[list[str]], None], arguments: list[str], full_errors: b
             traceback.print_exc()
         print(_one_screen(error), file=sys.stderr)
         return 2
+    except RunEnded as ended:
+        if full_errors:
+            traceback.print_exc()
+        print(f"{ended}\n(full traceback: HYDRA_FULL_ERROR=1)", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("lightning-rlhf: interrupted", file=sys.stderr)
         return 1
@@ -115,7 +121,7 @@ def _train(arguments: list[str]) -> None:
     from lightning_rlhf.schema import InputError
     from lightning_rlhf.searchpath import register
 
-    refused: list[InputError] = []
+    refused: list[InputError | RunEnded] = []
 
     @hydra.main(version_base="1.3", config_path="pkg://lightning_rlhf.conf", config_name="train")
     def run(config: DictConfig) -> Any:
@@ -125,8 +131,9 @@ def _train(arguments: list[str]) -> None:
         # Also under hydra.job.chdir=true: relative paths of data and models are those of the command.
         os.chdir(hydra.utils.get_original_cwd())
         try:
-            return train(config)
-        except InputError as error:
+            with _told_without_servers(config.output_dir):
+                return train(config)
+        except (InputError, RunEnded) as error:
             refused.append(error)  # raised below: Hydra would print all overrides before the message
 
     register()
@@ -152,7 +159,8 @@ def _eval(arguments: list[str]) -> None:
     options, overrides = _options(arguments, required=["checkpoint"])
     from lightning_rlhf.evaluate import evaluate_checkpoint
 
-    evaluate_checkpoint(options["checkpoint"], overrides)
+    with _told_without_servers():
+        evaluate_checkpoint(options["checkpoint"], overrides)
 
 
 def _export(arguments: list[str]) -> None:
@@ -205,6 +213,27 @@ def _options(
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------
+
+
+class RunEnded(Exception):
+    """A run had to end for a reason outside of it; the message is all there is to say."""
+
+
+@contextmanager
+def _told_without_servers(folder: str | None = None) -> Iterator[None]:
+    """No rollout server is left: say so, and where a training in ``folder`` can go on, instead of a traceback."""
+    from lightning_rlhf.checkpoint import latest_valid
+    from lightning_rlhf.rollout.pool import ServersGone
+
+    try:
+        yield
+    except ServersGone as error:
+        lines = [str(error)]
+        if folder is not None:
+            found = latest_valid(Path(folder) / "checkpoints")
+            again = f"once there are servers again, resume={folder} goes on from {found.name}" if found else ""
+            lines.append(again or "there is no checkpoint yet to go on from")
+        raise RunEnded("\n".join(lines)) from error
 
 
 def _one_screen(error: Exception) -> str:

@@ -13,6 +13,7 @@ from lightning_rlhf.experience import PromptBatch, Rollout
 from lightning_rlhf.memory import memory_policy
 from lightning_rlhf.metrics.batch import MetricBatch
 from lightning_rlhf.models.sharding import gathered
+from lightning_rlhf.processes import together
 from lightning_rlhf.rollout import AheadRollouts
 from lightning_rlhf.rollout.parts import generate_in_parts
 
@@ -42,10 +43,20 @@ class RolloutSource:
     def next(self, prompts: PromptBatch) -> Rollout:
         """The rollout of this iteration: the one generated ahead, or else drawn now. Then the next one begins.
 
+        Each rank draws its own; an error of one is raised on all.
+
         Raises:
             RuntimeError: even the one drawn now is older than ``rollout.max_staleness`` allows.
         """
         module, ahead = self.module, self.module.engine.ahead
+        rollout = together(partial(self._of_this_iteration, prompts))
+        if ahead.lag and module.control.iteration < module.iterations:
+            following = module.trainer.datamodule.train_batch(module.control.iteration)  # type: ignore[attr-defined]
+            self._ahead.begin(self._request(following), module.device)
+        return rollout.to(module.device)
+
+    def _of_this_iteration(self, prompts: PromptBatch) -> Rollout:
+        ahead = self.module.engine.ahead
         rollout = self._ahead.take(prompts)
         if rollout is not None and self._too_stale(rollout):
             rollout = None
@@ -57,14 +68,12 @@ class RolloutSource:
                     f"the engine still draws with weights {int(self.staleness(rollout).max())} iterations old, which "
                     f"rollout.max_staleness = {ahead.max_staleness} forbids: its weights are not updated"
                 )
-        if ahead.lag and module.control.iteration < module.iterations:
-            following = module.trainer.datamodule.train_batch(module.control.iteration)  # type: ignore[attr-defined]
-            self._ahead.begin(self._request(following), module.device)
-        return rollout.to(module.device)
+        return rollout
 
     def wait(self) -> None:
-        """Until nothing is generated; weights may change afterwards."""
-        self._ahead.wait()
+        """Until nothing is generated on any rank; weights may change afterwards. An error of one is raised on all."""
+        if self.module.engine.ahead.lag:
+            together(self._ahead.wait)
 
     def close(self) -> None:
         """End the thread of rollouts generated ahead."""

@@ -130,6 +130,7 @@ def main(file: str) -> int:
     from omegaconf import OmegaConf
 
     from lightning_rlhf.noise import quiet
+    from lightning_rlhf.rollout.pool import ServersGone
     from lightning_rlhf.train import train
 
     logging.basicConfig(format="%(message)s", level=logging.INFO if is_first() else logging.WARNING)
@@ -140,6 +141,9 @@ def main(file: str) -> int:
     except InputError as error:
         print(f"process {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)
         return 2
+    except ServersGone as error:
+        print(f"process {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)
+        return 1
     except Exception:
         print(f"process {os.environ['RANK']}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
         return 1

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 
@@ -30,7 +31,7 @@ from lightning_rlhf.mixins.alp import ALPMixin
 from lightning_rlhf.mixins.rollout_correction import RolloutCorrectionMixin
 from lightning_rlhf.models import Policy, SharedCritic
 from lightning_rlhf.models.sharding import is_sharded
-from lightning_rlhf.parallel import gather_objects, place
+from lightning_rlhf.processes import gather_objects, place
 from lightning_rlhf.rewards import CompositeReward
 from lightning_rlhf.rollout import RolloutEngine
 from lightning_rlhf.scoring import compute_advantages, score_experience, score_rewards
@@ -307,6 +308,11 @@ class ActorCriticModule(LightningModule):
         return total
 
     # --- evaluation ----------------------------------------------------------------------------------------------
+
+    def on_validation_start(self) -> None:
+        """Outside of training the engine does not have these weights yet; inside they came after the last update."""
+        if self.trainer.state.fn != TrainerFn.FITTING or self.trainer.sanity_checking:
+            self.engine.update_weights(self.control.iteration)
 
     def on_validation_epoch_start(self) -> None:
         """Begin a new evaluation."""

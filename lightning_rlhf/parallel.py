@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,19 +16,10 @@ from torch.distributed.tensor import DTensor
 from lightning_rlhf.experience import Experience
 from lightning_rlhf.functional.stats import all_reduce_sum, largest_over_ranks
 from lightning_rlhf.models.sharding import is_sharded
+from lightning_rlhf.processes import gather_objects, place
 
 if TYPE_CHECKING:
     from lightning_rlhf.module import ActorCriticModule
-
-_Object = TypeVar("_Object")
-
-
-def place() -> tuple[int, int]:
-    """Rank of this process and number of processes; ``(0, 1)`` without ``torch.distributed``."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
-
 
 # --- rows --------------------------------------------------------------------------------------------------------
 
@@ -67,16 +58,6 @@ def gather_experience(experience: Experience) -> Experience:
     texts = gather_objects({name: getattr(experience, name) for name in names})
     changes |= {name: [text for of_rank in texts for text in of_rank[name]] for name in names}
     return replace(experience, **changes)
-
-
-def gather_objects(value: _Object) -> list[_Object]:
-    """A small plain object of every rank, in the order of the ranks."""
-    _, world = place()
-    if world == 1:
-        return [value]
-    values: list[Any] = [None] * world
-    dist.all_gather_object(values, value)
-    return values
 
 
 def balanced_shares(costs: Sequence[int], ranks: int) -> list[list[int]]:

@@ -346,6 +346,11 @@ def combinations(config: Mapping[str, Any]) -> Iterator[Problem]:
         )
     if processes and processes > 1 and str(get(config, "rollout._target_")).endswith("VLLMEngine"):
         yield Problem("rollout", "vllm", "vllm_server or hf: vLLM inside of a training process runs with one process")
+    if processes and str(get(config, "rollout._target_")).endswith("VLLMServerEngine"):
+        requests = get(config, "rollout.requests_per_server")
+        if isinstance(requests, int) and requests < processes:
+            allowed = f"at least {processes}, one for each training process"
+            yield Problem("rollout.requests_per_server", requests, allowed)
     longest = (get(config, "data.max_prompt_tokens") or 0) + (get(config, "rollout.max_new_tokens") or 0)
     for name in ("micro_batch_tokens", "score_tokens"):
         if getattr(update, name) < longest:

@@ -26,8 +26,8 @@ from lightning_rlhf.parallel import (
     gather_experience,
     in_step,
     local_gradients,
-    place,
 )
+from lightning_rlhf.processes import place
 from lightning_rlhf.snapshot import Snapshot
 
 if TYPE_CHECKING:

@@ -148,6 +148,11 @@ BAD = {
     "KL without reference": (["model.policy.reference=none"], "module.kl.coefficient", "model.policy.reference"),
     "two processes": (["trainer.devices=2"], "trainer.devices", "one process"),
     "two nodes": (["+trainer.num_nodes=2"], "trainer.num_nodes", "one process"),
+    "fewer requests than processes": (
+        ["trainer=ddp", "trainer.devices=4", "rollout=vllm_server", "rollout.requests_per_server=3"],
+        "rollout.requests_per_server",
+        "at least 4",
+    ),
     "unset value": (["model=hf"], "model.source.path", "path"),
 }
 

@@ -63,7 +63,11 @@ class RolloutEngine(Protocol):
     ahead: Ahead
 
     def setup(self, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Bind the engine to the trainer's language model and tokenizer; called once, before any other method."""
+        """Bind the engine to the trainer's language model and tokenizer, on all ranks together.
+
+        Called before any other method, at the beginning of a training or an evaluation; :meth:`update_weights` follows
+        before anything is generated.
+        """
 
     def generate(
         self, prompts: PromptBatch, *, samples: int, max_new_tokens: int, seed: int, greedy: bool = False
@@ -81,6 +85,7 @@ class RolloutEngine(Protocol):
     def update_weights(self, version: int) -> None:
         """Take over the trainer's weights; rollouts drawn from here on carry ``version``, the iterations trained.
 
+        Called on all ranks together; :meth:`generate` is not, and must not wait for another rank.
         Never called while :meth:`generate` runs, which with ``ahead.lag = 1`` is called from a thread of its own and
         must not read weights that training changes meanwhile.
         """

@@ -29,6 +29,8 @@ class WeightReceiver:
 
     model_runner: Any
     vllm_config: Any
+    rlhf_label = ""
+    """The weights that were written, whole; empty before the first transfer and after one that failed."""
 
     def rlhf_describe(self) -> dict[str, Any]:
         """What the trainer checks before it sends work."""
@@ -44,10 +46,16 @@ class WeightReceiver:
             "tensor_parallel_size": int(parallel.tensor_parallel_size),
         }
 
+    def rlhf_held(self) -> dict[str, str]:
+        """``{"label": the weights it holds}``."""
+        return {"label": self.rlhf_label}
+
     def rlhf_receive(self, source: str, token: str, label: str) -> dict[str, Any]:
         """Replace all weights by those that the trainer offers at ``source`` under ``label``.
 
         After an error the weights are a mixture; the trainer gives such a server no work until a transfer succeeds.
+        Weights that are there already are not written again: of two ranks that ask for the same at once, the second
+        cannot spoil what the first has begun to use.
 
         Args:
             source: address of the trainer's :class:`~lightning_rlhf.rollout.store.WeightStore`, ``http://host:port``.
@@ -57,12 +65,16 @@ class WeightReceiver:
         Returns:
             ``{"label": label, "parameters": number written}``, or ``{"error": why}``.
         """
+        if label == self.rlhf_label:
+            return {"label": label, "parameters": 0}
+        self.rlhf_label = ""
         try:
             weights = fetch(source, token, label)
             receipt = receive(self, weights)
             receipt.check()
         except Exception as error:  # whatever a model's loader raises is the answer
             return {"error": f"{type(error).__name__}: {error}"}
+        self.rlhf_label = label
         return {"label": label, "parameters": receipt.parameters}
 
 

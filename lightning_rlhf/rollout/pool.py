@@ -53,7 +53,7 @@ class ServerPool:
 
     Args:
         servers: at least one.
-        per_server: requests that a server is given at a time.
+        per_server: requests that a server is given at a time, by all processes together.
         retries: how often to look for a server when there is none, and how often to send one row again.
         retry_seconds: between two looks at a server that was dropped; doubled each time when there is none.
     """
@@ -61,12 +61,31 @@ class ServerPool:
     def __init__(self, servers: Sequence[Server], *, per_server: int, retries: int, retry_seconds: float) -> None:
         self.members = [Member(server) for server in servers]
         self.per_server, self.retries, self.retry_seconds = per_server, retries, retry_seconds
+        self.at_a_time, self._order = per_server, self.members
         self._threads: ThreadPoolExecutor | None = None
+
+    def share(self, rank: int, world: int) -> None:
+        """Be one of several processes that use these servers, before any of them is used.
+
+        Each gives a server its part of ``per_server``, and each begins with another server.
+        """
+        self.at_a_time = self.per_server // world + (rank < self.per_server % world)
+        first = rank % len(self.members)
+        self._order = self.members[first:] + self.members[:first]
 
     @property
     def ready(self) -> list[Member]:
         """The servers that may be given work."""
-        return [member for member in self.members if member.ready]
+        return [member for member in self._order if member.ready]
+
+    def status(self) -> list[tuple[dict[str, Any], ServerFailed | None]]:
+        """What is known of each server: what it says of itself, and why it is not ready."""
+        return [(m.server.facts, None if m.ready else m.error or ServerFailed("not asked yet")) for m in self.members]
+
+    def adopt(self, status: Sequence[tuple[dict[str, Any], ServerFailed | None]]) -> None:
+        """Believe what another process has found out about the servers; none may have work."""
+        for member, (facts, error) in zip(self.members, status, strict=True):
+            member.server.facts, member.ready, member.error = facts, error is None, error
 
     def bring_up(self, action: Action) -> None:
         """Do what makes a server ready, for all at once; those where it fails are dropped."""
@@ -126,7 +145,7 @@ class ServerPool:
     def submit(self, job: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Run a job in a thread of the pool, of which there is one for each request and probe that may be running."""
         if self._threads is None:
-            threads = (self.per_server + 1) * len(self.members)
+            threads = (self.at_a_time + 1) * len(self.members)
             self._threads = ThreadPoolExecutor(threads, thread_name_prefix="rollout-server")
         return self._threads.submit(job, *arguments)
 
@@ -203,7 +222,7 @@ class _Run(Generic[Result]):
     def _assign(self) -> None:
         """Hand out rows: to the server that has the prompt already, else to the one with the fewest tokens to do."""
         while self.pending:
-            free = [member for member in self.pool.ready if self.requests[member] < self.pool.per_server]
+            free = [member for member in self.pool.ready if self.requests[member] < self.pool.at_a_time]
             if not free:
                 return
             row = self.pending.popleft()

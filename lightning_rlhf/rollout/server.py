@@ -87,9 +87,32 @@ class Server:
             if not self._call("POST", "/reset_prefix_cache", None, CONTROL_TIMEOUT).get("success"):
                 raise ServerFailed(f"{self.url} did not empty its prefix cache, which belongs to older weights")
             self._call("POST", "/update_weight_version", {"new_version": label}, CONTROL_TIMEOUT)
-            self._call("POST", "/resume", None, CONTROL_TIMEOUT)
+            self.resume()
         except RequestRefused as error:
             raise ServerMismatch(f"{error}; {START}") from error
+
+    def holds(self, label: str) -> bool:
+        """Whether a transfer of the weights ``label`` has been completed there, by whichever process of the run.
+
+        Raises:
+            ServerFailed: it does not answer.
+            ServerMismatch: it refuses the question.
+        """
+        try:
+            held = {answer.get("label") for answer in self._workers("rlhf_held", {}, CONTROL_TIMEOUT)}
+            # Set last, after the prefix cache was emptied.
+            served = self._call("GET", "/weight_info", None, CONTROL_TIMEOUT).get("weight_version")
+        except RequestRefused as error:
+            raise ServerMismatch(f"{error}; {START}") from error
+        return held == {label} and served == label
+
+    def resume(self) -> None:
+        """Let it run again, where the process that paused it could not see to that.
+
+        Raises:
+            ServerFailed: it does not answer.
+        """
+        self._call("POST", "/resume", None, CONTROL_TIMEOUT)
 
     def generate(self, request: dict[str, Any], *, label: str, version: int) -> Generated:
         """One response to one prompt, ids in and ids out.

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
-import torch
+from torch import Tensor
 
 from lightning_rlhf.experience import PromptBatch, Rollout
+from lightning_rlhf.processes import gather_objects, place, together
 from lightning_rlhf.rollout.ahead import Ahead
 from lightning_rlhf.rollout.assemble import Generated, assemble_rollout, row_seeds
 from lightning_rlhf.rollout.base import Sampling
@@ -37,6 +39,9 @@ class VLLMServerEngine:
     looked for, and given work again once it holds the current weights. Calls are serialised, so any thread may make
     them.
 
+    With several training processes each draws its own prompts from all servers, at its own time. The first process
+    offers the weights and brings the servers to them; any may do that again for a server that returns.
+
     Args:
         urls: addresses of the servers, ``http://host:port``.
         temperature: divides the logits.
@@ -46,11 +51,11 @@ class VLLMServerEngine:
         max_new_tokens: limit of the response length, end token included.
         stop_token_ids: ids that end a response, beside all end tokens of tokenizer, model and generation config.
         ignore_eos: no token ends a response; each has exactly ``max_new_tokens`` (benchmarks).
-        requests_per_server: responses that one server works on at a time.
+        requests_per_server: responses that one server works on at a time, of all training processes together.
         request_timeout: seconds for one response and for one transfer of the weights.
         retries: how often to look for a server when none is left, and how often to ask again for one response.
         retry_seconds: between two looks at a server that was dropped; doubled each time when none is left.
-        weights_host: address of this machine that the servers can reach; weights are offered there.
+        weights_host: address of the first process's machine that the servers can reach; weights are offered there.
         weights_port: port for it; 0 takes a free one.
         weights_part_mib: weights travel in parts of about this size.
         lag: 1 generates the next batch while this one is trained on; 0 is on-policy.
@@ -108,6 +113,7 @@ class VLLMServerEngine:
         self._settings = {"request_timeout": request_timeout, "weights_part_mib": weights_part_mib}
         # The servers' labels are of this run alone: another run counts its versions from 0, too.
         self._run, self._transfers, self._label = secrets.token_hex(4), 0, ""
+        self._source = ("", "")  # of the weights: address and token
         self._longest = 0
         self._binding: Binding | None = None
         self._lm: PreTrainedModel | None = None
@@ -119,32 +125,40 @@ class VLLMServerEngine:
     def setup(self, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         """Bind model and tokenizer, and check the servers; see :meth:`RolloutEngine.setup`.
 
-        The servers get the weights at the first generation or update.
-
         Raises:
             ValueError: a server runs another model, or reports log-probabilities of another distribution; or there
-                are several training processes.
-            ServersGone: none of the servers can be reached.
+                are more training processes than a server may have requests.
+            ServersGone: a process can reach none of the servers.
         """
-        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            raise ValueError("rollout=vllm_server is driven by one training process; with several use rollout=hf")
+        rank, world = place()
+        if self._pool.per_server < world:
+            allowed = f"at least {world}, one for each training process"
+            _refuse("requests_per_server", self._pool.per_server, allowed)
         with self._lock:
             self._lm, self._binding, self._label = lm, bind(lm, tokenizer, self.stop_token_ids), ""
-            self._pool.bring_up(self._verify)
-            for member in self._pool.members:
-                if isinstance(member.error, ServerMismatch):
-                    raise ValueError(f"rollout.urls: {member.error}")
-            self._pool.require(self._verify)
-            if self._store is None:
-                self._store = self._open_store()
+            self._pool.share(rank, world)
+            together(self._meet_servers)
+            own = ("", "") if self._store is None else (self._store.url, self._store.token)
+            self._run, self._source = gather_objects((self._run, own))[0]
             announce(self._binding, self.sampling, ignore_eos=self.ignore_eos)
 
     def update_weights(self, version: int) -> None:
-        """Bring all servers to the trainer's weights, at once; one where it fails gets no work until it succeeds."""
+        """Bring all servers to the trainer's weights, at once; one where it fails gets no work until it succeeds.
+
+        All ranks give their part of weights that are sharded; the first one sends them.
+
+        Raises:
+            Exception: what kept the first process from making a copy.
+        """
         with self._lock:
             self._bound()
+            assert self._lm is not None
+            together(partial(self._pool.finish_probes, wait=True))  # none may read the copy that is replaced
             self.policy_version = version
-            self._send_weights()
+            self._transfers += 1
+            self._label = f"{self._run}-{self._transfers}"
+            together(partial(self._send, named_weights(unwrapped(self._lm))))
+            self._pool.adopt(gather_objects(self._pool.status())[0])
 
     def generate(
         self, prompts: PromptBatch, *, samples: int, max_new_tokens: int, seed: int, greedy: bool = False
@@ -163,7 +177,7 @@ class VLLMServerEngine:
         with self._lock:
             binding = self._bound()
             if not self._label:
-                self._send_weights()
+                raise RuntimeError("VLLMServerEngine.update_weights(version) comes before anything is generated")
             self._pool.require(self._make_ready)
             check_prompts(prompts, max_new_tokens, self._positions(binding))
             self._longest = max(map(len, prompts.ids)) + max_new_tokens
@@ -196,7 +210,7 @@ class VLLMServerEngine:
             "retries": self._pool.retries,
             "retry_seconds": self._pool.retry_seconds,
             **self._settings,
-            "weights_from": self._store.url if self._store is not None else None,
+            "weights_from": self._source[0],
             **asdict(self.ahead),
             # The coarsest there is, where servers differ.
             "dtype": next((f["dtype"] for f in facts if f["dtype"] != "float32"), "float32"),
@@ -213,6 +227,16 @@ class VLLMServerEngine:
         self._store = self._binding = self._lm = None
 
     # --- servers -----------------------------------------------------------------------------------------------------
+
+    def _meet_servers(self) -> None:
+        """Verify them, each process for itself, as it may lie on another machine; the first one opens its store."""
+        self._pool.bring_up(self._verify)
+        for member in self._pool.members:
+            if isinstance(member.error, ServerMismatch):
+                raise ValueError(f"rollout.urls: {member.error}")
+        self._pool.require(self._verify)
+        if self._store is None and place()[0] == 0:
+            self._store = self._open_store()
 
     def _verify(self, server: Server) -> None:
         """Refuse a server whose numbers would not be those of this run."""
@@ -233,19 +257,28 @@ class VLLMServerEngine:
                 "start it with a larger max_model_len"
             )
 
-    def _make_ready(self, server: Server) -> None:
-        """A server that is verified and holds the weights of the current label."""
-        assert self._store is not None
-        self._verify(server)
-        server.take_weights(self._store.url, self._store.token, self._label)
+    def _send(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Offer the weights and bring all servers to them; on the other ranks, only take part in gathering them."""
+        try:
+            if self._store is not None:
+                self._store.publish(self._label, weights)
+        finally:
+            for _ in weights:  # whatever became of the copy, the ranks gather each tensor together
+                continue
+        if self._store is not None:
+            self._pool.bring_up(self._bring_weights)
 
-    def _send_weights(self) -> None:
-        assert self._store is not None and self._lm is not None
-        self._pool.finish_probes(wait=True)  # none may be reading the copy that is replaced
-        self._transfers += 1
-        self._label = f"{self._run}-{self._transfers}"
-        self._store.publish(self._label, named_weights(unwrapped(self._lm)))
-        self._pool.bring_up(self._make_ready)
+    def _bring_weights(self, server: Server) -> None:
+        self._verify(server)
+        server.take_weights(*self._source, self._label)
+
+    def _make_ready(self, server: Server) -> None:
+        """A server that was dropped: verified, and with the current weights, unless another rank was quicker."""
+        self._verify(server)
+        if server.holds(self._label):
+            server.resume()
+        else:
+            server.take_weights(*self._source, self._label)
 
     def _open_store(self) -> WeightStore:
         host, port = self._address

@@ -18,7 +18,8 @@ from lightning_rlhf.assembly import assemble, make_trainer
 from lightning_rlhf.callbacks import RLHFCallback
 from lightning_rlhf.checkpoint import latest_valid
 from lightning_rlhf.experience import Experience
-from lightning_rlhf.parallel import balanced_shares, gather_experience, gather_objects
+from lightning_rlhf.parallel import balanced_shares, gather_experience
+from lightning_rlhf.processes import gather_objects
 from lightning_rlhf.strategies import DDPStrategy
 from tests.ranks import run_ranks
 from tests.support import fit, prompts, tiny_module

@@ -35,12 +35,15 @@ class FakeVLLMServer:
         self.facts |= facts
         self.fault = fault
         self.label = "default"
+        self.held = ""
         self.weights: dict[str, Tensor] = {}
+        self.received: list[int] = []
+        """Bytes of every transfer."""
         self.calls: list[str] = []
         self.requests: list[dict[str, Any]] = []
         self.sampled_with: list[str] = []
         self.previous: dict[str, Any] | None = None
-        self.lock = Lock()
+        self.lock, self.receiving = Lock(), Lock()
         self._connections: set[socket.socket] = set()
         fake = self
 
@@ -58,6 +61,9 @@ class FakeVLLMServer:
                 self.send_header("Content-Length", str(len(payload)))
                 self.end_headers()
                 self.wfile.write(payload)
+
+            def do_GET(self) -> None:
+                self.do_POST()
 
             def log_message(self, format: str, *args: Any) -> None:
                 pass
@@ -93,18 +99,32 @@ class FakeVLLMServer:
             return 200, {"results": [getattr(self, body["method"])(**body["kwargs"])]}
         if path == "/update_weight_version":
             self.label = body["new_version"]
+        if path == "/weight_info":
+            return 200, {"weight_version": self.label}
         return 200, {"success": True}
 
     def rlhf_describe(self) -> dict[str, Any]:
         return self.facts
 
+    def rlhf_held(self) -> dict[str, Any]:
+        return {"label": self.held}
+
     def rlhf_receive(self, source: str, token: str, label: str) -> dict[str, Any]:
-        self.label = "a mixture"
-        try:
-            self.weights = {name: tensor.clone() for name, tensor in fetch(source, token, label)}
-        except (OSError, ValueError) as error:
-            return {"error": f"{type(error).__name__}: {error}"}
+        with self.receiving:  # vLLM's workers do one thing at a time
+            if label == self.held:
+                return {"label": label, "parameters": 0}
+            self.held, self.label = "", "a mixture"
+            try:
+                self.weights = {name: tensor.clone() for name, tensor in fetch(source, token, label)}
+            except (OSError, ValueError) as error:
+                return {"error": f"{type(error).__name__}: {error}"}
+            self.held = label
+            self.received.append(sum(tensor.nbytes for tensor in self.weights.values()))
+            self.weights_changed()
         return {"label": label, "parameters": len(self.weights)}
+
+    def weights_changed(self) -> None:
+        """For fakes that compute with them."""
 
     def _generate(self, body: dict[str, Any]) -> Answer:
         with self.lock:

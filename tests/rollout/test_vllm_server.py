@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
+from threading import Barrier, Thread
 from typing import Any
 
 import pytest
 import torch
 
+from lightning_rlhf import cli
 from lightning_rlhf.checkpoint import latest_valid
 from lightning_rlhf.experience import Finish, sample_seed
+from lightning_rlhf.rollout import extension
 from lightning_rlhf.rollout import pool as pool_module
 from lightning_rlhf.rollout.pool import ServersGone
+from lightning_rlhf.rollout.receiver import Receipt
 from lightning_rlhf.rollout.server import RequestRefused
 from lightning_rlhf.rollout.vllm_server import VLLMServerEngine
-from lightning_rlhf.train import train
 from tests.rollout.fake_vllm_server import FakeVLLMServer, changed, dies_at, once, response_to, slow
 from tests.rollout.real_vllm_servers import free_port
 
@@ -45,6 +49,7 @@ def connect(llama, make_tokenizer) -> Iterator[Callable[..., VLLMServerEngine]]:
         settings = {"samples": 2, "max_new_tokens": 8, "retry_seconds": 0.02, "request_timeout": 5.0} | settings
         engines.append(VLLMServerEngine([server.url for server in servers], **settings))
         engines[-1].setup(llama, make_tokenizer())
+        engines[-1].update_weights(0)
         return engines[-1]
 
     yield _connect
@@ -126,6 +131,7 @@ def test_what_a_request_says_fake_server(start, llama, make_tokenizer, make_prom
     server = start()
     engine = VLLMServerEngine([server.url], temperature=0.7, top_k=5, top_p=0.9, stop_token_ids=[9])
     engine.setup(llama, make_tokenizer(eos=4))
+    engine.update_weights(0)
     prompts = make_prompts([5, 6, 7], data_pass=2)
     draw(engine, prompts, samples=1)
     draw(engine, prompts, samples=1, greedy=True)
@@ -188,15 +194,16 @@ def test_a_server_that_returns_gets_the_weights_before_work_fake_server(start, c
     other.fault = restart
     assert_complete(draw(engine, batch), batch)
     [back] = returned
-    assert back.calls[:6] == [
-        *("rlhf_describe", "/pause", "rlhf_receive", "/reset_prefix_cache", "/update_weight_version", "/resume"),
+    assert back.calls[:8] == [
+        *("rlhf_describe", "rlhf_held", "/weight_info"),
+        *("/pause", "rlhf_receive", "/reset_prefix_cache", "/update_weight_version", "/resume"),
     ]
     assert len(back.requests) > 0 and set(back.sampled_with) == {engine._label}
 
 
 def test_a_server_restarted_unnoticed_is_caught_by_its_weights_fake_server(start, connect, batch, caplog):
     def forget(server: FakeVLLMServer, body: dict[str, Any]) -> None:
-        server.label, server.weights = "default", {}
+        server.label, server.held, server.weights = "default", "", {}
 
     restarted = start(fault=once(forget))
     engine = connect(restarted)
@@ -248,7 +255,7 @@ def test_every_update_reaches_every_server_fake_server(start, connect, batch, ll
     servers = [start(), start()]
     engine = connect(*servers)
     draw(engine, batch)
-    assert all(held(server, llama) for server in servers), "without an update, the weights of the start"
+    assert all(held(server, llama) for server in servers)
     for version in (1, 2):
         with torch.no_grad():
             llama.lm_head.weight.add_(1.0)
@@ -282,6 +289,7 @@ def test_a_damaged_part_is_refused_fake_server(start, connect):
     engine.update_weights(1)
     store = engine._store
     store._parts[0] = store._parts[0][:-1] + bytes([store._parts[0][-1] ^ 1])
+    server.held = ""
     engine._pool.bring_up(engine._make_ready)
     assert "part 0 of the weights" in engine._pool.causes() and "sha256 is wrong" in engine._pool.causes()
 
@@ -363,13 +371,16 @@ def test_an_engine_can_be_set_up_again_after_its_end_fake_server(start, connect,
     with pytest.raises(RuntimeError, match="setup"):
         draw(engine, batch)
     engine.setup(llama, make_tokenizer())
+    with pytest.raises(RuntimeError, match="update_weights"):
+        draw(engine, batch)
+    engine.update_weights(0)
     assert torch.equal(draw(engine, batch).response_ids, first.response_ids)
 
 
 # --- a run -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_whose_servers_are_gone_leaves_its_checkpoint_intact_fake_server(start, compose, tiny_run, tmp_path):
+def test_a_run_whose_servers_are_gone_says_where_to_go_on_fake_server(start, tiny_run, tmp_path, monkeypatch, capsys):
     def dies_in_the_second_iteration(server: FakeVLLMServer, body: dict[str, Any]) -> None:
         # Weights come before the held-out prompts, before training, and after the first iteration.
         if server.calls.count("rlhf_receive") == 3:
@@ -382,8 +393,108 @@ def test_a_run_whose_servers_are_gone_leaves_its_checkpoint_intact_fake_server(s
         "rollout.retries=1",
         "rollout.retry_seconds=0.01",
     ]
-    config = compose(*tiny_run, "iterations=3", "logger=none", "callbacks.calibrate=null", *settings)
-    config.callbacks.checkpoint.every_n_iterations = 1
-    with pytest.raises(ServersGone, match=server.url):
-        train(config)
-    assert latest_valid(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "iteration_000001.ckpt"
+    settings += ["iterations=3", "logger=none", "callbacks.calibrate=null", "callbacks.checkpoint.every_n_iterations=1"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert cli.main(["train", "hydra.run.dir=run", *tiny_run, *settings]) == 1
+    said = capsys.readouterr().err
+    assert "Traceback" not in said and f"no rollout server is left. {server.url}" in said
+    assert f"resume={tmp_path / 'run'} goes on from iteration_000001.ckpt" in said
+    assert latest_valid(tmp_path / "run" / "checkpoints").name == "iteration_000001.ckpt"
+
+
+def test_an_evaluation_without_servers_is_one_screen_fake_server(capsys, monkeypatch):
+    def evaluate(*_: Any) -> None:
+        raise ServersGone("no rollout server is left. http://a:1: refused")
+
+    monkeypatch.setattr("lightning_rlhf.evaluate.evaluate_checkpoint", evaluate)
+    assert cli.main(["eval", "checkpoint=run"]) == 1
+    assert capsys.readouterr().err.startswith("no rollout server is left. http://a:1: refused\n(full traceback")
+
+
+# --- several processes of one run ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_ranks(start, connect) -> Callable[..., tuple[FakeVLLMServer, VLLMServerEngine, VLLMServerEngine]]:
+    """A server, and two engines that know the same weights under the same label, as two ranks do."""
+
+    def _two_ranks() -> tuple[FakeVLLMServer, VLLMServerEngine, VLLMServerEngine]:
+        server = start()
+        second, first = connect(server), connect(server)
+        second._label, second._source = first._label, first._source
+        server.calls.clear()
+        return server, first, second
+
+    return _two_ranks
+
+
+def test_weights_that_another_rank_has_brought_back_are_not_sent_again_fake_server(two_ranks, batch):
+    server, first, second = two_ranks()
+    server.held, server.label = "", "default"  # restarted
+    received = len(server.received)
+    first._pool.bring_up(first._make_ready)
+    assert len(server.received) == received + 1
+    server.calls.clear()
+    second._pool.bring_up(second._make_ready)
+    assert server.calls == ["rlhf_describe", "rlhf_held", "/weight_info", "/resume"], "nothing was paused"
+    assert_complete(draw(second, batch), batch)
+
+
+@pytest.mark.parametrize("spoilt", ["held", "label"])
+def test_a_transfer_that_was_not_completed_is_made_again_fake_server(two_ranks, spoilt):
+    server, first, _ = two_ranks()
+    setattr(server, spoilt, "a mixture")
+    first._pool.bring_up(first._make_ready)
+    assert "/pause" in server.calls and server.held == server.label == first._label and first._pool.ready
+
+
+def test_two_ranks_that_bring_a_server_back_at_once_fake_server(two_ranks, batch):
+    server, first, second = two_ranks()
+    server.held, server.label = "", "default"
+    received, both = len(server.received), Barrier(2)
+    receive = server.rlhf_receive
+
+    def meet(**arguments: Any) -> dict[str, Any]:
+        both.wait(30)
+        return receive(**arguments)
+
+    server.rlhf_receive = meet
+    other = Thread(target=second._pool.bring_up, args=[second._make_ready])
+    other.start()
+    first._pool.bring_up(first._make_ready)
+    other.join()
+    assert len(server.received) == received + 1, "the second transfer writes nothing into weights that are in use"
+    for engine in (first, second):
+        assert engine._pool.causes() == ""
+        assert_complete(draw(engine, batch), batch)
+
+
+def test_the_worker_writes_weights_once_and_again_after_a_failure(monkeypatch):
+    written: list[str] = []
+
+    def receive(worker: Any, weights: Any) -> Receipt:
+        if not weights:
+            raise RuntimeError("incomplete")
+        written.append(weights)
+        return Receipt(sent=1, parameters=1)
+
+    monkeypatch.setattr(extension, "fetch", lambda source, token, label: label.removeprefix("broken"))
+    monkeypatch.setattr(extension, "receive", receive)
+    worker = extension.WeightReceiver()
+    assert worker.rlhf_held() == {"label": ""}
+    answers = [worker.rlhf_receive("source", "token", label) for label in ("a", "a", "b", "broken", "b")]
+    assert [answer.get("label") for answer in answers] == ["a", "a", "b", None, "b"]
+    assert "incomplete" in answers[3]["error"]
+    assert written == ["a", "b", "b"] and worker.rlhf_held() == {"label": "b"}
+
+
+def test_each_rank_begins_with_another_server_and_has_its_part_of_the_requests_fake_server(start, connect):
+    servers = [start() for _ in range(3)]
+    pool = connect(*servers, requests_per_server=8)._pool
+    parts = []
+    for rank in range(3):
+        pool.share(rank, 3)
+        parts.append(pool.at_a_time)
+        assert pool.ready[0].server.url == servers[rank].url and len(pool.ready) == 3
+    assert parts == [3, 3, 2]
