@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ from lightning_rlhf.processes import gather_objects, place
 
 if TYPE_CHECKING:
     from lightning_rlhf.module import ActorCriticModule
+
+_Object = TypeVar("_Object")
 
 # --- rows --------------------------------------------------------------------------------------------------------
 
