@@ -146,8 +146,11 @@ BAD = {
         "gae",
     ),
     "KL without reference": (["model.policy.reference=none"], "module.kl.coefficient", "model.policy.reference"),
-    "two processes": (["trainer.devices=2"], "trainer.devices", "one process"),
-    "two nodes": (["+trainer.num_nodes=2"], "trainer.num_nodes", "one process"),
+    "no process": (["trainer.devices=0"], "trainer.devices", "a whole number >= 1"),
+    "half a machine": (["+trainer.num_nodes=0.5"], "trainer.num_nodes", "a whole number >= 1"),
+    "a strategy of another kind": (["+trainer.strategy=fsdp"], "trainer.strategy", "trainer=fsdp2"),
+    "prompts that cannot be shared": (["trainer=ddp", "trainer.devices=3"], "data.prompts_per_iteration", "of 3"),
+    "vLLM inside of two processes": (["trainer=ddp", "trainer.devices=2", "rollout=vllm"], "rollout", "vllm_server"),
     "fewer requests than processes": (
         ["trainer=ddp", "trainer.devices=4", "rollout=vllm_server", "rollout.requests_per_server=3"],
         "rollout.requests_per_server",

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from lightning_rlhf.accelerators.device import module_of
 from lightning_rlhf.locate import locate
 from lightning_rlhf.settings import SettingError
-from lightning_rlhf.strategies import DDPStrategy
+from lightning_rlhf.strategies import DDPStrategy, FSDP2Strategy
 
 NPU = "npu"
 MIXED = ("bf16-mixed", "16-mixed")
@@ -149,16 +149,10 @@ class NPUDDPStrategy(HCCLMixin, DDPStrategy):
         return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
 
 
-class NPUFSDP2Strategy(HCCLMixin, ModelParallelStrategy):
-    """Sharded data parallel (``fully_shard``) over several NPUs."""
+class NPUFSDP2Strategy(HCCLMixin, FSDP2Strategy):
+    """Sharded over several NPUs: :class:`lightning_rlhf.strategies.FSDP2Strategy` over hccl."""
 
     strategy_name = "npu_fsdp2"
-
-    def setup_environment(self) -> None:
-        """Lightning's own sizes would split tensors over the devices of a node; here all devices share the data."""
-        if self._data_parallel_size == self._tensor_parallel_size == "auto":
-            self._data_parallel_size, self._tensor_parallel_size = self.num_processes * self.num_nodes, 1
-        super().setup_environment()
 
 
 STRATEGIES: tuple[Any, ...] = (SingleNPUStrategy, NPUDDPStrategy, NPUFSDP2Strategy)

@@ -15,6 +15,7 @@ from lightning_rlhf import schema
 from lightning_rlhf.accelerators import npu
 from lightning_rlhf.assembly import make_trainer
 from lightning_rlhf.settings import SettingError
+from lightning_rlhf.strategies import FSDP2Strategy
 from tests.accelerators.fake_npu import Checked, GradScaler, fake_torch_npu_module
 
 
@@ -104,16 +105,9 @@ def test_fake_ddp_wraps_the_model_without_another_kinds_stream(monkeypatch: pyte
     assert seen == [("module", {"device_ids": [1], "gradient_as_bucket_view": True})]
 
 
-def test_fake_fsdp2_shards_over_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    strategy = npu.NPUFSDP2Strategy()
-    four: list[Any] = [Device] * 4
-    strategy.parallel_devices, strategy.num_nodes = four, 2
-    monkeypatch.setattr(lightning_strategies.ModelParallelStrategy, "setup_environment", lambda self: None)
-    strategy.setup_environment()
-    assert (strategy._data_parallel_size, strategy._tensor_parallel_size) == (8, 1)
-    own = npu.NPUFSDP2Strategy(data_parallel_size=2, tensor_parallel_size=4)
-    own.setup_environment()
-    assert (own._data_parallel_size, own._tensor_parallel_size) == (2, 4)
+def test_fake_fsdp2_is_the_packages_own_over_hccl() -> None:
+    strategy = npu.NPUFSDP2Strategy(cpu_offload=True)
+    assert isinstance(strategy, FSDP2Strategy) and strategy.cpu_offload
 
 
 def test_fake_precision_casts_on_the_npu(fake: Checked) -> None:

@@ -168,9 +168,8 @@ def train_composed(rank: int, folder: str, *overrides: str, die: int | None = No
         config = schema.check(hydra.compose("train", [f"output_dir={folder}", *EVERYTHING, *trainer_group, *overrides]))
     parts, trainer = assemble(config), make_trainer(config)
     notes = Notes()
-    trainer.callbacks.append(notes)
-    if die is not None:
-        trainer.callbacks.append(Death(die))
+    more: list[Any] = [notes, *([] if die is None else [Death(die)])]
+    trainer.callbacks.extend(more)  # type: ignore[attr-defined]
     resume = latest_valid(Path(folder) / "checkpoints")
     trainer.fit(parts.module, datamodule=parts.datamodule, ckpt_path=resume, weights_only=True)
     optimizer: Any = trainer.optimizers[0]
