@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightning_rlhf import cli, launch
+from lightning_rlhf.rollout.pool import ServersGone
 from lightning_rlhf.schema import InputError
 
 BIN = Path(sys.executable).parent
@@ -103,6 +104,17 @@ def test_processes_started_outside_share_a_folder(folder: Path, monkeypatch: pyt
 def test_relative_paths_are_those_of_the_command(folder: Path, change_folder: str) -> None:
     assert cli.main(["train", "iterations=1", f"hydra.job.chdir={change_folder}", *TINY]) == 0
     assert len(list(folder.glob("outputs/*/*"))) == 1
+
+
+def test_a_process_without_servers_is_no_traceback(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    def train(config: object) -> None:
+        raise ServersGone("no rollout server is left. http://a:1: refused")
+
+    monkeypatch.setattr("lightning_rlhf.train.train", train)
+    monkeypatch.setenv("RANK", "1")
+    (folder / "launch.json").write_text("{}", encoding="utf-8")
+    assert launch.main(str(folder / "launch.json")) == 1
+    assert capsys.readouterr().err == "process 1: no rollout server is left. http://a:1: refused\n"
 
 
 # --- real processes --------------------------------------------------------------------------------------------------

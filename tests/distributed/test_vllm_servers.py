@@ -131,12 +131,13 @@ def test_a_server_dies_and_returns_while_two_ranks_train_fake_server(start, tmp_
 @pytest.mark.parametrize("lag", [0, 1])
 def test_all_servers_gone_is_the_same_error_on_both_ranks_fake_server(start, tmp_path: Path, lag: int) -> None:
     def die(server: FakeVLLMServer, body: dict[str, Any]) -> None:
-        # The last row of an iteration: at most one rank has not got all of its own yet.
+        # The last row of the second iteration: one rank waits for it, the other has all of its own.
         if len(server.requests) == 2 * 8 * 2:
+            slow(0.5)(server, body)
             server.kill()
 
     server = start(fault=die)
-    ranks = run_ranks(train_on_servers, [server.url], {"retries": 2, "lag": lag}, folder=tmp_path)
+    ranks = run_ranks(train_on_servers, [server.url], {"retries": 2, "requests_per_server": 2, "lag": lag}, folder=tmp_path)
     for rank in ranks:
         assert rank["error"] == ranks[0]["error"] and rank["iteration"] == 2 - lag
         assert rank["error"].startswith("ServersGone: no rollout server is left.") and server.url in rank["error"]
@@ -146,7 +147,8 @@ def test_all_servers_gone_is_the_same_error_on_both_ranks_fake_server(start, tmp
 
 
 def test_the_limit_of_requests_is_of_all_ranks_together_fake_server(start, tmp_path: Path) -> None:
-    running, most = Counter(), Counter()
+    running: Counter[str] = Counter()
+    most: Counter[str] = Counter()
 
     def count(server: FakeVLLMServer, body: dict[str, Any]) -> None:
         with server.lock:
