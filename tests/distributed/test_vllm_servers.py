@@ -137,7 +137,9 @@ def test_all_servers_gone_is_the_same_error_on_both_ranks_fake_server(start, tmp
             server.kill()
 
     server = start(fault=die)
-    ranks = run_ranks(train_on_servers, [server.url], {"retries": 2, "requests_per_server": 2, "lag": lag}, folder=tmp_path)
+    ranks = run_ranks(
+        train_on_servers, [server.url], {"retries": 2, "requests_per_server": 2, "lag": lag}, folder=tmp_path
+    )
     for rank in ranks:
         assert rank["error"] == ranks[0]["error"] and rank["iteration"] == 2 - lag
         assert rank["error"].startswith("ServersGone: no rollout server is left.") and server.url in rank["error"]

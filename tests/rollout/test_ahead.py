@@ -166,7 +166,7 @@ def test_a_lagging_run_is_deterministic_and_resumes_bit_for_bit(tmp_path: Path) 
         data=prompts(stopped, iterations=5),
     )
     [path] = sorted(tmp_path.glob("iteration_*2.ckpt"))
-    saved = torch.load(path, weights_only=True)["lightning_rlhf"]["rollout_ahead"]
+    [saved] = torch.load(path, weights_only=True)["lightning_rlhf"]["rollout_ahead"]
     assert saved["policy_version"].unique().tolist() == [1], "the rollout of iteration 3, drawn during iteration 2"
     recorder = Recorder()
     fit(resumed, [RNGState(), recorder], resume=path)
