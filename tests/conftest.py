@@ -4,6 +4,7 @@ real runs."""
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -29,12 +30,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in slow)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    """A run sets the number of threads of its configuration, which the next test would go on with."""
-    import torch
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Warmed-up models are kept in a folder of this session, not in the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LIGHTNING_RLHF_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
-    torch.set_num_threads(1)
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """A run sets the number of threads of its configuration, which the next test would go on with."""
+    yield
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

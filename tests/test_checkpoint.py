@@ -127,7 +127,6 @@ def fit(
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    torch.set_num_threads(1)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="lightning")
         yield
@@ -284,7 +283,6 @@ def test_wrong_arguments_are_named(tmp_path: Path, arguments: dict[str, Any], sa
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[torch.Tensor]]:
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("whole")
     module = fit(RNGState(), IterationCheckpoint(folder, every_n_iterations=1, keep=None))
     return folder, everything(module)

@@ -253,7 +253,6 @@ def observe(compose, tmp_path_factory, changes: list[str]) -> str:
 
 def run(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     """A whole run: weights, metrics, shapes of every forward pass, and what the model looks like."""
-    threads = torch.get_num_threads()
     shapes: list[Any] = []
     forward = Actor.forward
 
@@ -269,7 +268,7 @@ def run(config: dict[str, Any], folder: Path) -> dict[str, Any]:
         trainer = make_trainer(config | {"output_dir": str(folder)})
         before = trainer.validate(parts.module, datamodule=parts.datamodule, verbose=False)
         trainer.fit(parts.module, datamodule=parts.datamodule)
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     noise = ("time/", "perf/", "tok/s")
     module = parts.module
     return {

@@ -21,7 +21,6 @@ SETTINGS = {"steps": 6, "batch_size": 8, "lr": 1e-2, "seed": 3}
 
 @pytest.fixture
 def loaded() -> LoadedModel:
-    torch.set_num_threads(1)
     return build_tiny("0123456789+=", hidden_size=32, layers=1, heads=2, max_positions=16)
 
 

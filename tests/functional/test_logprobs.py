@@ -19,8 +19,6 @@ from lightning_rlhf.functional.logprobs import response_hidden, token_logprobs
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "logprobs.json").read_text())
 
-torch.set_num_threads(1)
-
 
 def score(*args: Any, **kwargs: Any) -> Any:
     """:func:`token_logprobs`; each test knows whether there is an entropy."""

@@ -13,8 +13,6 @@ from torch.utils._pytree import tree_leaves
 from lightning_rlhf.functional import logprobs as module
 from lightning_rlhf.functional.logprobs import token_logprobs
 
-torch.set_num_threads(1)
-
 
 def problem(tokens: int, vocab: int, width: int) -> dict[str, Any]:
     """Random inputs that require gradients."""

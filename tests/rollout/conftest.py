@@ -33,14 +33,6 @@ class MarkovLM(nn.Module):
         return SimpleNamespace(logits=self.table[input_ids])
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def markov() -> Callable[[Tensor], MarkovLM]:
     return MarkovLM

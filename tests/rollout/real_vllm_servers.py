@@ -15,7 +15,6 @@ from typing import Any
 
 from lightning_rlhf.callbacks import RLHFCallback
 
-ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 300
 """The longest a start may take on a busy machine; common are 30."""
 
@@ -32,8 +31,7 @@ class RealServer:
     def start(self) -> None:
         """Begin to start; see :meth:`wait`."""
         words = ["serve", f"port={self.port}", "enforce_eager=true", *self.overrides]
-        settings = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-        settings |= {"PYTHONPATH": str(ROOT), "VLLM_NO_USAGE_STATS": "1"}
+        settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "lightning_rlhf.cli", *words],

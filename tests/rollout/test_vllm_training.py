@@ -13,14 +13,14 @@ import pytest
 pytestmark = pytest.mark.slow
 pytest.importorskip("vllm")
 
-ROOT = Path(__file__).parents[2]
-
 
 def train(folder: Path, *overrides: str) -> list[dict[str, float]]:
     """The metrics of each iteration of a run in a process of its own."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "VLLM_CPU_KVCACHE_SPACE": "1"}
+    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    # As with most users: OpenMP's own number of threads is another than that of the configuration.
+    del environment["OMP_NUM_THREADS"]
     command = [sys.executable, "-m", "lightning_rlhf.cli", "train", "logger=csv", "trainer.enable_progress_bar=false"]
-    command.append(f"hydra.run.dir={folder}")
+    command += ["threads=1", f"hydra.run.dir={folder}"]
     done = subprocess.run([*command, *overrides], cwd=folder.parent, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     [path] = folder.rglob("metrics.csv")
@@ -33,7 +33,7 @@ RUNS = {"hf": ["rollout=hf"], "vllm": ["rollout=vllm"], "ahead": ["rollout=vllm"
 
 
 def test_the_quickstart_learns_on_vllm_as_on_the_embedded_engine_and_one_iteration_ahead(tmp_path: Path) -> None:
-    short = ["iterations=30", "callbacks.checkpoint=null", "callbacks.calibrate.every=10"]
+    short = ["iterations=20", "callbacks.checkpoint=null", "callbacks.calibrate.every=10"]
     short += ["module.optimizer.schedule=constant", f"warmup.cache_dir={tmp_path / 'cache'}"]
     curves = {name: train(tmp_path / name, *overrides, *short) for name, overrides in RUNS.items()}
     first: dict[str, float] = {}
@@ -43,7 +43,7 @@ def test_the_quickstart_learns_on_vllm_as_on_the_embedded_engine_and_one_iterati
         first[name], last[name] = sum(rewards[:3]) / 3, sum(rewards[-5:]) / 5
         assert max(row.get("calibrate/logprob_abs_diff_max", 0.0) for row in rows) <= 1e-4
         assert last[name] > first[name] + 0.3
-        assert [row["rollout/staleness_max"] for row in rows] == [0.0, *[float(name == "ahead")] * 29]
+        assert [row["rollout/staleness_max"] for row in rows] == [0.0, *[float(name == "ahead")] * 19]
     assert last["vllm"] == pytest.approx(last["hf"], abs=0.1)
     gaps = {name: curves[name][-1]["rollout/logprob_abs_diff_mean"] for name in RUNS}
     assert gaps["vllm"] < 1e-4 < 1e-2 < gaps["ahead"], "the samples of the run ahead come from other weights"
