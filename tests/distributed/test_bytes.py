@@ -1,4 +1,4 @@
-"""What travels between the processes of a DDP run in one iteration, counted; docs/distributed.md extends the numbers."""
+"""What travels between the processes of a DDP run in one iteration, counted; docs/distributed.md goes on from there."""
 
 from __future__ import annotations
 
