@@ -45,7 +45,7 @@ class RaySettings:
 
 
 def workers_of(trainer: Mapping[str, Any]) -> int | None:
-    """Training processes under Ray; ``None`` without Ray or where the number is none (:func:`wrong_options` says so)."""
+    """Training processes under Ray; ``None`` where that is no number (:func:`wrong_options` says so)."""
     block = trainer.get("ray")
     workers = block.get("workers") if isinstance(block, Mapping) else None
     return workers if type(workers) is int and workers > 0 else None
