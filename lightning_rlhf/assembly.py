@@ -25,7 +25,7 @@ from lightning_rlhf.data import PromptDataModule
 from lightning_rlhf.locate import locate
 from lightning_rlhf.models import LoadedModel
 from lightning_rlhf.module import ActorCriticModule
-from lightning_rlhf.schema import InputError
+from lightning_rlhf.schema import NOT_HANDED_OVER, InputError
 
 
 @dataclass
@@ -93,7 +93,7 @@ def make_trainer(config: Mapping[str, Any], *, train: bool = True) -> Trainer:
             with building("logger"):
                 logger = make(config["logger"])
     warn_about_model_checkpoint(callbacks)
-    settings = dict(config["trainer"])
+    settings = {name: value for name, value in config["trainer"].items() if name not in NOT_HANDED_OVER["trainer"]}
     if not train:
         settings |= {"devices": 1, "num_nodes": 1, "strategy": "auto"}
     with building("trainer"):

@@ -85,9 +85,8 @@ def start(config: Mapping[str, Any], processes: int) -> dict[str, float]:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    folder = Path(config["output_dir"])
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / FILE).write_text(json.dumps(config, indent=1), encoding="utf-8")
+    file = hand_over(config)
+    folder = file.parent
     (folder / RESULT).unlink(missing_ok=True)
     agent = LaunchConfig(
         min_nodes=1,
@@ -108,7 +107,7 @@ def start(config: Mapping[str, Any], processes: int) -> dict[str, float]:
     os.environ.update(environment)
     quiet.setLevel(logging.CRITICAL)  # what it says of a failure is in the error below
     try:
-        elastic_launch(agent, sys.executable)("-m", __name__, str(folder / FILE))
+        elastic_launch(agent, sys.executable)("-m", __name__, str(file))
     except ChildFailedError as failure:
         rank, first = failure.get_first_failure()
         how = f"signal {-first.exitcode}" if first.exitcode < 0 else f"exit code {first.exitcode}"
@@ -122,6 +121,14 @@ def start(config: Mapping[str, Any], processes: int) -> dict[str, float]:
             os.environ.pop(name)
         os.environ |= {name: before[name] for name in environment if name in before}
     return json.loads((folder / RESULT).read_text(encoding="utf-8"))
+
+
+def hand_over(config: Mapping[str, Any]) -> Path:
+    """Write the file that the processes of a run read."""
+    file = Path(config["output_dir"]).absolute() / FILE
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(config, indent=1), encoding="utf-8")
+    return file
 
 
 def main(file: str) -> int:

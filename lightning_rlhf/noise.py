@@ -62,3 +62,12 @@ def quiet() -> Iterator[None]:
 def log_once() -> None:
     """Leave Lightning's records to the root logger's handlers, which Hydra sets up; its own would show them twice."""
     logging.getLogger("lightning").handlers.clear()
+
+
+def quiet_ray() -> None:
+    """In a process that Ray has started: silence what tells the user of a training nothing."""
+    for name in (
+        "execution.controller.placement_group_cleaner",  # asks a part of Ray that is not installed, once a second
+        "callbacks.backend_setup",  # a traceback about a lost worker; ray_watch says which and what follows
+    ):
+        logging.getLogger(f"ray.train.v2._internal.{name}").setLevel(logging.ERROR)

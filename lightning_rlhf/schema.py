@@ -19,6 +19,7 @@ from lightning_rlhf.locate import locate, parameters_of
 from lightning_rlhf.mixins.alp_settings import ALPSettings
 from lightning_rlhf.mixins.correction_settings import RolloutCorrectionSettings
 from lightning_rlhf.models.npu_fused import is_installed
+from lightning_rlhf.ray_settings import workers_of, wrong_options
 from lightning_rlhf.settings import PPOSettings, SettingError, build
 from lightning_rlhf.spelling import hint
 from lightning_rlhf.verl import VerlBlockError, adopt
@@ -177,6 +178,10 @@ SUPPLIED = {
 """Arguments that ``train`` hands over itself; in a config they would be overwritten, so they are refused there."""
 
 
+NOT_HANDED_OVER = {"trainer": {"ray"}}
+"""Keys of a block that are no arguments of its target."""
+
+
 def _arguments(key: str, node: Mapping[str, Any]) -> Iterator[Problem]:
     path = node["_target_"]
     try:
@@ -192,7 +197,8 @@ def _arguments(key: str, node: Mapping[str, Any]) -> Iterator[Problem]:
     named = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     supplied = SUPPLIED.get(key, set())
     configurable = [n for n in named if n not in supplied]
-    given = [n for n in node if not (n.startswith("_") and n.endswith("_"))]
+    apart = NOT_HANDED_OVER.get(key, set())
+    given = [n for n in node if not (n.startswith("_") and n.endswith("_")) and n not in apart]
     for name in given:
         if name in configurable or (takes_any and name not in supplied):
             continue
@@ -274,6 +280,8 @@ def trainer_options(config: Mapping[str, Any]) -> Iterator[Problem]:
         if name in trainer:
             yield Problem(f"trainer.{name}", trainer[name], f"not used here: {acting}")
     yield from _processes(trainer)
+    for error in wrong_options(trainer):
+        yield Problem(error.key, error.value, error.allowed)
 
 
 STRATEGIES = ("auto", "ddp")
@@ -342,9 +350,11 @@ def combinations(config: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem(
             "data.prompts_per_iteration",
             batch.prompts,
-            f"a multiple of {processes}, the number of processes (trainer.devices x trainer.num_nodes)",
+            f"a multiple of {processes}, the number of processes (trainer.devices x trainer.num_nodes; "
+            "with Ray trainer.ray.workers)",
         )
-    if processes and processes > 1 and str(get(config, "rollout._target_")).endswith("VLLMEngine"):
+    own_process = processes == 1 and get(config, "trainer.ray") is None
+    if processes and not own_process and str(get(config, "rollout._target_")).endswith("VLLMEngine"):
         yield Problem("rollout", "vllm", "vllm_server or hf: vLLM inside of a training process runs with one process")
     if processes and str(get(config, "rollout._target_")).endswith("VLLMServerEngine"):
         requests = get(config, "rollout.requests_per_server")
@@ -420,6 +430,8 @@ def arithmetic(config: Mapping[str, Any]) -> Arithmetic | None:
 
 def processes_of(trainer: Mapping[str, Any]) -> int | None:
     """Training processes of the run; ``None`` where only the machine can tell (``auto``)."""
+    if trainer.get("ray") is not None:
+        return workers_of(trainer)
     devices = trainer.get("devices", 1)
     count = len(devices) if isinstance(devices, list) else devices
     nodes = trainer.get("num_nodes", 1)
@@ -447,6 +459,9 @@ def warnings(config: Mapping[str, Any]) -> Iterator[str]:
             f"rollout.top_k = {top_k}, top_p = {top_p}: samples come from a part of the vocabulary, while the "
             "trainer scores them over all of it; the two log-probabilities differ by the mass that was cut off"
         )
+    folder = f"{get(config, 'output_dir')}/checkpoints"
+    if get(config, "trainer.ray.max_failures", 0) and get(config, "callbacks.checkpoint.dirpath") != folder:
+        yield f"no checkpoints in {folder}: after a failure Ray starts the run from its beginning"
 
 
 def _package(file: Any, group: str) -> str:

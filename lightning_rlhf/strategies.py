@@ -191,6 +191,31 @@ def _collected(value: Any, *, keep: bool) -> Any:
     return value
 
 
+class RayDDPStrategy(DDPStrategy):
+    """:class:`DDPStrategy` in workers of Ray Train, which say who they are, have met and hold one device each.
+
+    Args:
+        process_group_backend: Ray opens the process group, with this backend; ``None``: nccl or gloo.
+        timeout_seconds: of the process group that Ray opens.
+
+    Raises:
+        SettingError: a setting is out of range.
+    """
+
+    def __init__(self, *, process_group_backend: str | None = None, timeout_seconds: float = 1800) -> None:
+        from ray.train.lightning import RayLightningEnvironment
+
+        super().__init__(process_group_backend=process_group_backend, timeout_seconds=timeout_seconds)
+        self.cluster_environment = RayLightningEnvironment()
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device that Ray has given to this worker."""
+        from ray.train.torch import get_device
+
+        return get_device()
+
+
 def process_group_timeout(seconds: float) -> timedelta:
     """The timeout of the process group.
 

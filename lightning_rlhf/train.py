@@ -10,7 +10,7 @@ from lightning import Trainer
 from omegaconf import DictConfig
 
 from lightning_rlhf import launch, schema
-from lightning_rlhf.assembly import Parts, assemble, find_checkpoint, make_trainer
+from lightning_rlhf.assembly import Parts, assemble, building, find_checkpoint, make_trainer
 from lightning_rlhf.checkpoint import latest_valid
 from lightning_rlhf.reporting import RLMLFlowLogger
 
@@ -29,9 +29,28 @@ def train(config: DictConfig) -> dict[str, float]:
         InputError: a part cannot be built as configured (a malformed data row, a missing package, ...).
     """
     plain = schema.check(config)
+    if plain["trainer"].get("ray") is not None:
+        with building("trainer.ray"):
+            from lightning_rlhf import ray_launch
+        return ray_launch.start(plain)
     processes = launch.local_devices(plain)
     if processes > 1 and not launch.started_outside():
         return launch.start(plain, processes)
+    return run(plain)
+
+
+def run(plain: dict[str, Any]) -> dict[str, float]:
+    """The training in one process, alone or beside others that do the same.
+
+    Args:
+        plain: as :func:`lightning_rlhf.schema.check` returns it.
+
+    Returns:
+        As :func:`train`.
+
+    Raises:
+        InputError: a part cannot be built as configured.
+    """
     if launch.is_first():
         introduce(plain)
     checkpoint = checkpoint_to_resume(plain)

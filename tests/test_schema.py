@@ -156,6 +156,34 @@ BAD = {
         "rollout.requests_per_server",
         "at least 4",
     ),
+    "misspelt setting of Ray": (
+        ["trainer=ray", "+trainer.ray.wokers=3"],
+        "trainer.ray.wokers",
+        "did you mean 'workers'",
+    ),
+    "no worker": (["trainer=ray", "trainer.ray.workers=0"], "trainer.ray.workers", "a whole number >= 1"),
+    "fewer than no failure": (["trainer=ray", "trainer.ray.max_failures=-2"], "trainer.ray.max_failures", ">= -1"),
+    "address that is no text": (["trainer=ray", "trainer.ray.address=3"], "trainer.ray.address", "HOST:PORT"),
+    "amount that is no number": (
+        ["trainer=ray", "trainer.ray.resources_per_worker={CPU: many}"],
+        "trainer.ray.resources_per_worker.CPU",
+        "a number >= 0",
+    ),
+    "arguments of Ray that are a number": (
+        ["trainer=ray", "trainer.ray.init=3"],
+        "trainer.ray.init",
+        "a block or null",
+    ),
+    "devices beside workers": (["trainer=ray", "trainer.devices=2"], "trainer.devices", "trainer.ray.workers"),
+    "device that Ray is not told of": (["trainer=ray", "trainer.accelerator=auto"], "trainer.accelerator", "cpu, gpu"),
+    "workers that would not meet": (["trainer=ray", "trainer.strategy=auto"], "trainer.strategy", "RayDDPStrategy"),
+    "workers without Ray": (["trainer=ray", "trainer.ray=null"], "trainer.ray", "a block of settings"),
+    "prompts that workers cannot share": (
+        ["trainer=ray", "trainer.ray.workers=3"],
+        "data.prompts_per_iteration",
+        "trainer.ray.workers",
+    ),
+    "vLLM inside of a worker": (["trainer=ray", "trainer.ray.workers=1", "rollout=vllm"], "rollout", "vllm_server"),
     "unset value": (["model=hf"], "model.source.path", "path"),
 }
 
@@ -265,6 +293,14 @@ def test_truncated_sampling_is_warned_about_once(compose):
     for override in ("rollout.top_k=5", "rollout.top_p=0.9"):
         [text] = schema.warnings(schema.check(compose(override)))
         assert "part of the vocabulary" in text
+
+
+def test_restarts_without_checkpoints_are_warned_about(compose):
+    assert list(schema.warnings(schema.check(compose("trainer=ray")))) == []
+    for override in ("callbacks.checkpoint=null", "callbacks.checkpoint.dirpath=/tmp/elsewhere"):
+        [text] = schema.warnings(schema.check(compose("trainer=ray", override)))
+        assert "from its beginning" in text
+        assert list(schema.warnings(schema.check(compose("trainer=ray", override, "trainer.ray.max_failures=0")))) == []
 
 
 def test_locate_says_which_package_is_missing(tmp_path: Path, monkeypatch):

@@ -1,0 +1,49 @@
+"""What goes on in Ray's controller of a training; imports nothing of a training, as that process only watches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ray.train import UserCallback
+
+
+class Refused(ValueError):
+    """What a worker was given cannot work, and will not at another start."""
+
+
+class Watch(UserCallback):
+    """Says why workers failed, and ends the run at once where another start would fail, too.
+
+    Args:
+        max_failures: restarts that Ray was told to make; -1: without limit.
+    """
+
+    def __init__(self, max_failures: int) -> None:
+        self.max_failures, self.failures = max_failures, 0
+
+    def after_exception(self, run_context: Any, worker_exceptions: Mapping[int, Exception]) -> None:
+        """Called once for each failure, before Ray decides whether to start again.
+
+        Raises:
+            Refused: a worker did. Ray does not try again after an error raised here.
+        """
+        self.failures += 1
+        for error in worker_exceptions.values():
+            if isinstance(error, Refused):
+                raise error
+        if 0 <= self.max_failures < self.failures:
+            return  # the command says it
+        limit = f" of {self.max_failures}" if self.max_failures >= 0 else ""
+        end = f"all workers start again from the newest whole checkpoint (restart {self.failures}{limit})"
+        print("\n".join([*failures(worker_exceptions), end]), flush=True)
+
+
+def failures(workers: Mapping[int, Exception]) -> list[str]:
+    """A line for each worker that failed. Errors of the training are RuntimeErrors, all others come from Ray."""
+    lines = []
+    for rank, error in sorted(workers.items()):
+        lost = type(error).__module__.startswith("ray.")
+        said = "was lost: its process was killed, or its machine is gone" if lost else f"failed: {error}"
+        lines.append(f"worker {rank} {said}")
+    return lines
