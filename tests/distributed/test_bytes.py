@@ -55,8 +55,9 @@ class Traffic(RLHFCallback):
             self.count("objects" if tensor.dtype == torch.uint8 and tensor.ndim == 1 else "rows", tensor.nbytes)
             return gather(parts, tensor, *args, **kwargs)
 
-        dist.all_reduce, dist.all_gather = all_reduce, all_gather
-        dist.distributed_c10d.all_gather = all_gather  # which all_gather_object calls
+        both: Any = dist
+        both.all_reduce, both.all_gather = all_reduce, all_gather
+        both.distributed_c10d.all_gather = all_gather  # which all_gather_object calls
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
         self.counting = index == 1
