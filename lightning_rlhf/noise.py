@@ -70,4 +70,5 @@ def quiet_ray() -> None:
         "execution.controller.placement_group_cleaner",  # asks a part of Ray that is not installed, once a second
         "callbacks.backend_setup",  # a traceback about a lost worker; ray_watch says which and what follows
     ):
-        logging.getLogger(f"ray.train.v2._internal.{name}").setLevel(logging.ERROR)
+        # A filter: Ray sets the levels afterwards.
+        logging.getLogger(f"ray.train.v2._internal.{name}").addFilter(lambda record: record.levelno >= logging.ERROR)

@@ -248,7 +248,9 @@ def test_a_worker_is_killed_and_the_run_ends_as_if_nothing_had_happened(started_
     first, second = (torch.load(latest_valid(folder / "checkpoints"), weights_only=True) for folder in (whole, cut))
     assert first["iteration"] == second["iteration"] == 5
     torch.testing.assert_close(second["state_dict"], first["state_dict"], rtol=0, atol=0)
-    torch.testing.assert_close(second["optimizer_states"], first["optimizer_states"], rtol=0, atol=0)
+    states = [saved["optimizer_states"][0]["state"] for saved in (first, second)]
+    assert states[0]
+    torch.testing.assert_close(states[1], states[0], rtol=0, atol=0)
 
     client = mlflow.MlflowClient(f"sqlite:///{cut}/mlflow/mlflow.db")
     [tracked] = client.search_runs([client.get_experiment_by_name("lightning_rlhf").experiment_id])
