@@ -46,3 +46,16 @@ def test_lightning_leaves_its_records_to_the_root_logger():
         assert log.handlers == []
     finally:
         log.handlers[:] = before
+
+
+def test_processes_of_ray_keep_their_errors_whatever_level_ray_sets(caplog):
+    log = logging.getLogger("ray.train.v2._internal.callbacks.backend_setup")
+    filters = list(log.filters)
+    try:
+        noise.quiet_ray()
+        with caplog.at_level(logging.DEBUG, log.name):
+            log.warning("expected")
+            log.error("not expected")
+    finally:
+        log.filters[:] = filters
+    assert [record.getMessage() for record in caplog.records] == ["not expected"]
