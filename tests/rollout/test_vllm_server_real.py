@@ -146,7 +146,8 @@ def test_a_transfer_that_breaks_off_leaves_nothing_behind(servers, connect, batc
     store = engine._store
     assert len(store._parts) > 8
     engine._label = store.label = "not-there-yet"  # weights that servers hold are not sent again
-    whole, store._parts[3] = store._parts[3], store._parts[3][:-1] + b"?"
+    whole = store._parts[3]
+    store._parts[3] = whole[:-1] + bytes([whole[-1] ^ 1])
     engine._pool.bring_up(engine._make_ready)
     assert not engine._pool.ready and engine._pool.causes().count("sha256 is wrong") == 2
     store._parts[3] = whole
