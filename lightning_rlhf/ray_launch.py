@@ -123,6 +123,8 @@ def connected(settings: RaySettings) -> Iterator[bool]:
     processes = of_processes()
     if address == "local":  # nobody takes this machine away while we stay
         processes["env_vars"]["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
+    # Ray's handler stays behind, and Lightning, which saves at SIGTERM, sets none where there is one.
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address, logging_level=logging.ERROR, runtime_env=processes, **arguments)
     except (ConnectionError, ValueError, RuntimeError, TypeError) as error:
@@ -132,6 +134,8 @@ def connected(settings: RaySettings) -> Iterator[bool]:
         yield address == "local"
     finally:
         ray.shutdown()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, on_sigterm)
 
 
 def check_resources(scaling: ScalingConfig, *, may_grow: bool) -> None:

@@ -184,10 +184,12 @@ def started_ray() -> Iterator[None]:
     settings = RaySettings(
         workers=2, address="local", init={"num_cpus": 2, "include_dashboard": False, "object_store_memory": 10**8}
     )
+    handler = signal.getsignal(signal.SIGTERM)
     with ray_launch.connected(settings) as started_here:
         assert started_here
         yield
     assert not ray.is_initialized()
+    assert signal.getsignal(signal.SIGTERM) is handler, "Lightning sets its own only where there is none"
 
 
 class Death(RLHFCallback):
