@@ -85,7 +85,8 @@ def test_out_of_memory_on_one_rank_names_the_key_and_ends_the_others(scored: dic
         r"lower module.update.micro_batch_tokens = 40",
         (tmp_path / "rank_1.log").read_text(),
     )
-    assert "Connection closed by peer" in (tmp_path / "rank_0.log").read_text()
+    # Closed or reset: how far the other one had got with ending when this one asked.
+    assert re.search(r"Connection (closed|reset) by peer", (tmp_path / "rank_0.log").read_text())
 
 
 # --- whole runs and their checkpoints --------------------------------------------------------------------------------
