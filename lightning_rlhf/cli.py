@@ -138,10 +138,10 @@ def _train(arguments: list[str]) -> None:
 
     register()
     if not any(word.startswith("hydra.run.dir=") for word in arguments) and _several_processes():
-        from lightning_rlhf.launch import run_folder
+        from lightning_rlhf.launch import shared_name
 
-        folder = run_folder()
-        arguments = arguments + ([f"hydra.run.dir={folder}"] if folder else [])
+        if name := shared_name():
+            arguments = [f"hydra.run.dir=outputs/{name}", f"hydra.sweep.dir=multirun/{name}", *arguments]
     # Hydra's parser stops reading overrides at a flag behind one; flags first, both kinds in their order.
     flags = [word for word in arguments if word.startswith("-") or not ("=" in word or word.startswith("~"))]
     with _argv(["lightning-rlhf", *flags, *(word for word in arguments if word not in flags)]):

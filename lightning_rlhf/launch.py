@@ -35,8 +35,13 @@ RESULT = "metrics.json"
 
 def started_outside() -> bool:
     """Whether somebody else has started one process per device and told them their ranks."""
-    outside = (TorchElasticEnvironment, SLURMEnvironment, LSFEnvironment, MPIEnvironment)
-    return any(environment.detect() for environment in outside)
+    outside = (TorchElasticEnvironment, LSFEnvironment, MPIEnvironment)
+    return _several_slurm_tasks() or any(environment.detect() for environment in outside)
+
+
+def _several_slurm_tasks() -> bool:
+    """One task of SLURM starts its processes as any other command does."""
+    return SLURMEnvironment.detect() and int(os.environ["SLURM_NTASKS"]) > 1
 
 
 def is_first() -> bool:
@@ -160,23 +165,23 @@ def main(file: str) -> int:
     return 0
 
 
-def run_folder() -> str | None:
-    """The output folder of processes started outside, the same for all; ``None`` where the clock may name it.
+def shared_name() -> str | None:
+    """What processes started outside call their folder, the same for all; ``None`` where the clock may name it.
 
     Each of them composes the configuration at its own time, and the clock would give each a folder of its own.
 
     Raises:
         InputError: they have no name in common.
     """
-    if SLURMEnvironment.detect():
-        return f"outputs/slurm-{os.environ['SLURM_JOB_ID']}"
+    if _several_slurm_tasks():
+        return f"slurm-{os.environ['SLURM_JOB_ID']}"
     if TorchElasticEnvironment.detect():
         name = os.environ["TORCHELASTIC_RUN_ID"]
         if name == "none":
             raise InputError(
                 "torchrun has no name: give it --rdzv-id=NAME or --standalone, or set hydra.run.dir=FOLDER"
             )
-        return f"outputs/torchrun-{name}"
+        return f"torchrun-{name}"
     return None
 
 

@@ -88,16 +88,28 @@ def test_all_devices_of_an_unknown_accelerator() -> None:
 
 
 def test_processes_started_outside_share_a_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert launch.run_folder() is None and not launch.started_outside()
+    assert launch.shared_name() is None and not launch.started_outside()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job7")
     for name in ("RANK", "GROUP_RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "0")
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "2")
-    assert launch.started_outside() and launch.run_folder() == "outputs/torchrun-job7"
+    assert launch.started_outside() and launch.shared_name() == "torchrun-job7"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     with pytest.raises(InputError, match="--rdzv-id"):
-        launch.run_folder()
+        launch.shared_name()
+
+
+@pytest.mark.parametrize(("tasks", "several"), [("1", False), ("2", True)])
+def test_only_several_tasks_of_slurm_are_processes_started_outside(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tasks: str, several: bool
+) -> None:
+    """Runs one after the other in a job of one task have folders of their own, and start processes themselves."""
+    monkeypatch.setenv("SLURM_NTASKS", tasks)
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_JOB_NAME", "train")
+    assert launch.started_outside() is several
+    assert launch.shared_name() == ("slurm-77" if several else None)
 
 
 @pytest.mark.parametrize("change_folder", ["true", "false"])
