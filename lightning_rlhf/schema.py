@@ -13,15 +13,14 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_rlhf.accelerators.npu import check_options
 from lightning_rlhf.arithmetic import Arithmetic
 from lightning_rlhf.locate import locate, parameters_of
 from lightning_rlhf.mixins.alp_settings import ALPSettings
 from lightning_rlhf.mixins.correction_settings import RolloutCorrectionSettings
 from lightning_rlhf.models.npu_fused import is_installed
-from lightning_rlhf.ray_settings import workers_of, wrong_options
 from lightning_rlhf.settings import PPOSettings, SettingError, build
 from lightning_rlhf.spelling import hint
+from lightning_rlhf.trainer_settings import processes_of, wrong_trainer_options
 from lightning_rlhf.verl import VerlBlockError, adopt
 
 log = logging.getLogger(__name__)
@@ -75,7 +74,7 @@ def check(config: DictConfig) -> dict[str, Any]:
         raise ConfigError([Problem(error.key, error.value, error.allowed)]) from error
     for note in notes:
         log.info(note)
-    checks = (top_level, blocks, targets, module_settings, trainer_options, npu, numbers, combinations, files)
+    checks = (top_level, blocks, targets, module_settings, trainer_options, numbers, combinations, files)
     problems = [problem for each in checks for problem in each(plain)]
     if problems:
         raise ConfigError(problems)
@@ -247,71 +246,10 @@ def module_settings(config: Mapping[str, Any]) -> Iterator[Problem]:
                 del values[wrong]
 
 
-REFUSED_TRAINER_OPTIONS = {
-    "gradient_clip_val": "module.actor.clip_norm and module.critic.clip_norm act, one limit per parameter group",
-    "gradient_clip_algorithm": "gradients are clipped by norm: module.actor.clip_norm, module.critic.clip_norm",
-    "accumulate_grad_batches": "module.update.minibatch_size is the size of a step, module.update.micro_batch_tokens "
-    "what goes through the model at once",
-    "max_epochs": "iterations is the length of the run",
-    "min_epochs": "iterations is the length of the run",
-    "max_steps": "iterations is the length of the run",
-    "min_steps": "iterations is the length of the run",
-    "max_time": "iterations is the length of the run",
-    "limit_train_batches": "iterations is the length of the run",
-    "overfit_batches": "iterations is the length of the run",
-    "reload_dataloaders_every_n_epochs": "the data module starts its next pass over the prompts by itself",
-    "check_val_every_n_epoch": "evaluate_every counts iterations",
-    "val_check_interval": "evaluate_every counts iterations",
-    "num_sanity_val_steps": "the held-out prompts are evaluated before training anyway",
-    "log_every_n_steps": "each iteration is logged once",
-    "use_distributed_sampler": "the data module divides the prompts itself",
-    "enable_checkpointing": "callbacks.checkpoint=null switches checkpoints off",
-    "default_root_dir": "output_dir is the run's folder",
-    "callbacks": "the group callbacks holds them",
-    "logger": "the group logger holds it",
-}
-"""Options of the Lightning Trainer that manual optimisation cannot honour, or that another key decides."""
-
-
 def trainer_options(config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Trainer options that would be ignored or refused later, each with the key that does act."""
-    trainer = get(config, "trainer") or {}
-    for name, acting in REFUSED_TRAINER_OPTIONS.items():
-        if name in trainer:
-            yield Problem(f"trainer.{name}", trainer[name], f"not used here: {acting}")
-    yield from _processes(trainer)
-    for error in wrong_options(trainer):
+    """What cannot work in the block of the Trainer, and fused operators of a device that is not there."""
+    for error in wrong_trainer_options(get(config, "trainer") or {}):
         yield Problem(error.key, error.value, error.allowed)
-
-
-STRATEGIES = ("auto", "ddp")
-"""Names of strategies; others are written as a block with a _target_."""
-
-
-def _processes(trainer: Mapping[str, Any]) -> Iterator[Problem]:
-    """Devices, machines and how they work together."""
-    devices, nodes = trainer.get("devices", 1), trainer.get("num_nodes", 1)
-    whole = isinstance(devices, int) and not isinstance(devices, bool) and (devices >= 1 or devices == -1)
-    indices = isinstance(devices, list) and devices and all(isinstance(i, int) and i >= 0 for i in devices)
-    if not (whole or indices or devices == "auto"):
-        yield Problem("trainer.devices", devices, "a whole number >= 1, a list of device indices, or auto (all)")
-    if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
-        yield Problem("trainer.num_nodes", nodes, "a whole number >= 1")
-    strategy = trainer.get("strategy", "auto")
-    if isinstance(strategy, str) and strategy not in STRATEGIES and trainer.get("accelerator") != "npu":
-        near = {"fsdp": "trainer=fsdp2", "fsdp2": "trainer=fsdp2", "ddp_spawn": "ddp"}.get(strategy)
-        guess = f"did you mean {near}? " if near else ""
-        yield Problem("trainer.strategy", strategy, f"{guess}{', '.join(STRATEGIES)}, or a block with a _target_")
-
-
-def npu(config: Mapping[str, Any]) -> Iterator[Problem]:
-    """An Ascend NPU that is not there, and what does not go with one."""
-    trainer = get(config, "trainer") or {}
-    if trainer.get("accelerator") == "npu":
-        try:
-            check_options(trainer)
-        except SettingError as error:
-            yield Problem(error.key, error.value, error.allowed)
     if get(config, "model.policy.npu_fused") and not is_installed():
         yield Problem("model.policy.npu_fused", True, "false without the package torch-npu, whose operators these are")
 
@@ -426,16 +364,6 @@ def arithmetic(config: Mapping[str, Any]) -> Arithmetic | None:
         return None
     prompts, samples, iterations = values
     return Arithmetic(prompts, samples, iterations, settings.update.epochs, settings.update.minibatch_size)
-
-
-def processes_of(trainer: Mapping[str, Any]) -> int | None:
-    """Training processes of the run; ``None`` where only the machine can tell (``auto``)."""
-    if trainer.get("ray") is not None:
-        return workers_of(trainer)
-    devices = trainer.get("devices", 1)
-    count = len(devices) if isinstance(devices, list) else devices
-    nodes = trainer.get("num_nodes", 1)
-    return count * nodes if isinstance(count, int) and isinstance(nodes, int) and count > 0 else None
 
 
 def settings_of(config: Mapping[str, Any]) -> PPOSettings | None:

@@ -10,6 +10,7 @@ from lightning_rlhf import schema
 from lightning_rlhf.locate import locate
 from lightning_rlhf.schema import ConfigError, Problem
 from lightning_rlhf.spelling import FOREIGN_KEYS, hint, nearest
+from lightning_rlhf.trainer_settings import REFUSED_TRAINER_OPTIONS
 
 
 def problems(compose, *overrides: str) -> dict[str, str]:
@@ -196,11 +197,11 @@ def test_bad_value(compose, overrides, key, words):
     assert len(found) == 1, "one mistake is one problem"
 
 
-@pytest.mark.parametrize("name", sorted(schema.REFUSED_TRAINER_OPTIONS))
+@pytest.mark.parametrize("name", sorted(REFUSED_TRAINER_OPTIONS))
 def test_trainer_options_that_another_key_decides(compose, name):
     found = problems(compose, f"+trainer.{name}=2")
     assert list(found) == [f"trainer.{name}"]
-    assert found[f"trainer.{name}"] == f"not used here: {schema.REFUSED_TRAINER_OPTIONS[name]}"
+    assert found[f"trainer.{name}"] == f"not used here: {REFUSED_TRAINER_OPTIONS[name]}"
 
 
 def test_keys_named_in_the_hints_exist(compose):
@@ -209,7 +210,7 @@ def test_keys_named_in_the_hints_exist(compose):
     for foreign, ours in FOREIGN_KEYS.items():
         for key in ours.split("=")[0].split(" and "):
             assert key in known | blocks | {"reward"}, f"{foreign} -> {key}"
-    for text in schema.REFUSED_TRAINER_OPTIONS.values():
+    for text in REFUSED_TRAINER_OPTIONS.values():
         for word in text.replace(",", " ").replace(":", " ").replace("=null", " ").split():
             if "." in word:
                 assert word in known | blocks, word
