@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_rlhf import schema
+from lightning_rlhf import precision, schema
 from lightning_rlhf.assembly import assemble, load_checkpoint, make_trainer
 from lightning_rlhf.spelling import hint
 
@@ -26,7 +26,9 @@ def evaluate_checkpoint(checkpoint: str, overrides: Sequence[str] = ()) -> dict[
     """
     path, saved = load_checkpoint(checkpoint)
     config = override(saved["lightning_rlhf"]["run_config"], overrides)
-    plain = schema.check(OmegaConf.create(config))
+    plain, replaced = precision.fit(schema.check(OmegaConf.create(config)))
+    for text in replaced:
+        print(f"note: {text}")
     parts = assemble(without_reference(plain), warm_up=False)
     parts.module.load_state_dict({k: v for k, v in saved["state_dict"].items() if not k.startswith("reference.")})
     with closing(parts.module.engine):

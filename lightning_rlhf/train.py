@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from lightning import Trainer
 from omegaconf import DictConfig
 
-from lightning_rlhf import launch, schema
+from lightning_rlhf import launch, precision, schema
 from lightning_rlhf.assembly import Parts, assemble, building, find_checkpoint, make_trainer
 from lightning_rlhf.checkpoint import latest_valid
 from lightning_rlhf.reporting import RLMLFlowLogger
@@ -51,8 +52,9 @@ def run(plain: dict[str, Any]) -> dict[str, float]:
     Raises:
         InputError: a part cannot be built as configured.
     """
+    plain, replaced = precision.fit(plain)
     if launch.is_first():
-        introduce(plain)
+        introduce(plain, replaced)
     checkpoint = checkpoint_to_resume(plain)
     if checkpoint is not None and (plain.get("logger") or {}).get("resume_from", ".") is None:
         in_run = checkpoint.parent.name == "checkpoints"
@@ -73,9 +75,9 @@ def run(plain: dict[str, Any]) -> dict[str, float]:
         return metrics | after
 
 
-def introduce(config: dict[str, Any]) -> None:
+def introduce(config: dict[str, Any], replaced: Sequence[precision.Replaced] = ()) -> None:
     """What a user should know before the work starts."""
-    for text in schema.warnings(config):
+    for text in [*replaced, *schema.warnings(config)]:
         print(f"note: {text}")
     batch = schema.arithmetic(config)
     if batch is not None:  # an engine or data module of one's own may name its sizes otherwise
