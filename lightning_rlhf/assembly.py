@@ -26,6 +26,7 @@ from lightning_rlhf.locate import locate
 from lightning_rlhf.models import LoadedModel
 from lightning_rlhf.module import ActorCriticModule
 from lightning_rlhf.schema import NOT_HANDED_OVER, InputError
+from lightning_rlhf.warmup import WarmUp
 
 
 @dataclass
@@ -56,9 +57,10 @@ def assemble(config: dict[str, Any], *, warm_up: bool = True) -> Parts:
     with building("data"):
         datamodule = make(config["data"], tokenizer=loaded.tokenizer, iterations=iterations, seed=seed)
         datamodule.setup("fit")
+    warmed: Any = None
     if config.get("warmup") and warm_up:
         with building("warmup"):
-            make(config["warmup"], loaded=loaded, datamodule=datamodule, seed=seed)
+            warmed = make(config["warmup"], loaded=loaded, datamodule=datamodule, seed=seed)
     with building("model.policy"):
         policy = make(config["model"]["policy"], loaded=loaded)
     with building("rollout"):
@@ -70,6 +72,8 @@ def assemble(config: dict[str, Any], *, warm_up: bool = True) -> Parts:
         objects = {"policy": policy, "engine": engine, "reward": reward, "iterations": iterations, "seed": seed}
         module = make(config["module"], **objects)
     module.run_config = config
+    if isinstance(warmed, WarmUp):
+        module.warm_up = {"steps": warmed.steps, "loss": warmed.loss, "lr": config["warmup"]["lr"]}
     return Parts(loaded, datamodule, module)
 
 

@@ -110,6 +110,8 @@ class ActorCriticModule(LightningModule):
         self.control.register("lr_scale", 1.0)
         self.run_config: dict[str, Any] | None = None
         """The resolved configuration as plain containers; travels in the checkpoint."""
+        self.warm_up: dict[str, float] | None = None
+        """What was trained before PPO: supervised steps, peak learning rate, last loss; travels in the checkpoint."""
         self._fingerprint: str | None = None
         self._rollouts = RolloutSource(self)
         self._evaluation = MetricBatch()
@@ -408,6 +410,7 @@ class ActorCriticModule(LightningModule):
             "update": self._update_loop.state_dict(),
             "progress": dict(self._logbook.progress),
             "run_config": self.run_config,
+            "warm_up": self.warm_up,
             "reference_fingerprint": self._reference_fingerprint(),
             "rollout_ahead": gather_objects(self._rollouts.state_dict()),
         }

@@ -113,7 +113,7 @@ def shipped_keys() -> list[str]:
     keys = [name for name in _yaml(root / "train.yaml") if name not in ("defaults", "hydra")]
     for group in sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("_")):
         for file in sorted((root / group).iterdir(), key=lambda entry: entry.name):
-            if file.name.endswith(".yaml") and group != "experiment":
+            if file.name.endswith(".yaml") and group not in ("experiment", "recipe"):
                 content = {k: v for k, v in _yaml(file).items() if k != "defaults"}
                 keys += [f"{_package(file, group)}.{key}" for key, _ in flatten(content)]
     return list(dict.fromkeys(keys))
@@ -122,7 +122,9 @@ def shipped_keys() -> list[str]:
 def top_level(config: Mapping[str, Any]) -> Iterator[Problem]:
     """Keys beside those of train.yaml and its groups."""
     train = _yaml(importlib.resources.files("lightning_rlhf.conf") / "train.yaml")
-    groups = [name for entry in train["defaults"] if isinstance(entry, dict) for name in entry]
+    groups = [
+        name.removeprefix("optional ") for entry in train["defaults"] if isinstance(entry, dict) for name in entry
+    ]
     groups = [name for name in groups if name not in PLACED_ELSEWHERE]
     known = [name for name in train if name not in ("defaults", "hydra")] + groups
     for name, value in config.items():
@@ -133,7 +135,7 @@ def top_level(config: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem(key, leaf, f"nothing reads this key; {text}")
 
 
-PLACED_ELSEWHERE = {"alp", "rollout_correction"}
+PLACED_ELSEWHERE = {"alp", "recipe", "rollout_correction"}
 """Groups whose files fill a block of another group (``# @package`` on their first line)."""
 
 
@@ -274,6 +276,10 @@ def numbers(config: Mapping[str, Any]) -> Iterator[Problem]:
 
 def combinations(config: Mapping[str, Any]) -> Iterator[Problem]:
     """Values that are right alone and impossible together."""
+    if get(config, "warmup._target_") == "lightning_rlhf.warmup.warm_up" and get(config, "warmup.lr") is None:
+        from lightning_rlhf.warmup import RATE_WANTED
+
+        yield Problem("warmup.lr", None, RATE_WANTED)
     settings, batch = settings_of(config), arithmetic(config)
     if settings is None or batch is None:
         return

@@ -10,7 +10,7 @@ from typing import Any
 from lightning import Trainer
 from omegaconf import DictConfig
 
-from lightning_rlhf import launch, precision, schema
+from lightning_rlhf import launch, precision, schema, warmup
 from lightning_rlhf.assembly import Parts, assemble, building, find_checkpoint, make_trainer
 from lightning_rlhf.checkpoint import latest_valid
 from lightning_rlhf.reporting import RLMLFlowLogger
@@ -79,6 +79,8 @@ def introduce(config: dict[str, Any], replaced: Sequence[precision.Replaced] = (
     """What a user should know before the work starts."""
     for text in [*replaced, *schema.warnings(config)]:
         print(f"note: {text}")
+    if config.get("warmup"):
+        print(warmup.announcement(config["warmup"]))
     batch = schema.arithmetic(config)
     if batch is not None:  # an engine or data module of one's own may name its sizes otherwise
         print(batch, flush=True)
