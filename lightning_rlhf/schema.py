@@ -143,7 +143,10 @@ def blocks(config: Mapping[str, Any]) -> Iterator[Problem]:
     """Blocks that do not say what to build, and names that are no block."""
     wanted = {key: get(config, key) for key in ("module", "model.source", "model.policy", "data", "reward", "rollout")}
     wanted["trainer"] = get(config, "trainer")
-    wanted |= {key: config[key] for key in ("warmup", "logger") if config.get(key)}
+    wanted |= {key: config[key] for key in ("warmup",) if config.get(key)}
+    loggers = config.get("logger") or {}
+    named = isinstance(loggers, Mapping) and "_target_" not in loggers
+    wanted |= {f"logger.{k}": v for k, v in loggers.items() if v is not None} if named else {"logger": loggers}
     wanted |= {f"callbacks.{k}": block for k, block in (config.get("callbacks") or {}).items() if block is not None}
     for key, block in wanted.items():
         if not isinstance(block, Mapping) or "_target_" not in block:
@@ -269,6 +272,9 @@ def numbers(config: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem(key, value, "a whole number >= 1" + (", or null" if key in optional else ""))
     if config.get("unsupported_precision", "replace") not in ("replace", "refuse"):
         yield Problem("unsupported_precision", config["unsupported_precision"], "replace or refuse")
+    branch = config.get("branch")
+    if branch is not None and (config.get("resume") is None or not isinstance(branch, bool)):
+        yield Problem("branch", branch, "true, false or null together with resume, null without")
     seed = config.get("seed")
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
         yield Problem("seed", seed, "a whole number from 0 to 2**32 - 1")
