@@ -31,7 +31,7 @@ from lightning_rlhf.mixins.alp import ALPMixin
 from lightning_rlhf.mixins.rollout_correction import RolloutCorrectionMixin
 from lightning_rlhf.models import Policy, SharedCritic
 from lightning_rlhf.models.sharding import is_sharded
-from lightning_rlhf.processes import gather_objects, place
+from lightning_rlhf.processes import gather_objects, place, together
 from lightning_rlhf.rewards import CompositeReward
 from lightning_rlhf.rollout import RolloutEngine
 from lightning_rlhf.scoring import compute_advantages, score_experience, score_rewards
@@ -191,12 +191,13 @@ class ActorCriticModule(LightningModule):
         log = self._logbook
         log.begin_iteration()
         self.control.begin_iteration(self.control.iteration + 1)
+        self._set_logger_step(self.control.iteration)
         emit(self, "on_rollout_start", prompts)
         with log.timed("rollout"):
             rollout = self._rollouts.next(prompts)
         emit(self, "on_rollout_end", rollout)
         with log.timed("reward"):
-            experience = self.score_rewards(prompts, rollout)
+            experience = together(partial(self.score_rewards, prompts, rollout))
         with log.timed("score"):
             self.score_experience(experience)
             metrics = self.prepare_experience(experience) or MetricBatch()
@@ -215,6 +216,7 @@ class ActorCriticModule(LightningModule):
         numbers |= self._update_loop.metrics.compute() | self.update_metrics()
         numbers |= {"data/pass": max(prompts.passes), "rollout/drawn_late": float(self._rollouts.drawn_late)}
         log.write(numbers, update)
+        self.control.raise_if_failed()
         if self.control.training_stopped:
             self.trainer.should_stop = True
 
@@ -315,6 +317,7 @@ class ActorCriticModule(LightningModule):
         """Outside of training the engine does not have these weights yet; inside they came after the last update."""
         if self.trainer.state.fn != TrainerFn.FITTING or self.trainer.sanity_checking:
             self.engine.update_weights(self.control.iteration)
+        self._set_logger_step(self.control.iteration)
 
     def on_validation_epoch_start(self) -> None:
         """Begin a new evaluation."""
@@ -402,6 +405,7 @@ class ActorCriticModule(LightningModule):
             group["initial_lr"] = fresh["lr"]
             group["betas"], group["eps"] = self.settings.optimizer.betas, self.settings.optimizer.eps
         self.engine.update_weights(self.control.iteration)
+        self._set_logger_step(self.control.iteration + 1)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Control, counters and configuration; of a frozen reference only the fingerprint, its weights never change."""
@@ -441,6 +445,10 @@ class ActorCriticModule(LightningModule):
         return self._fingerprint
 
     # --- helpers -------------------------------------------------------------------------------------------------
+
+    def _set_logger_step(self, iteration: int) -> None:
+        """The step at which Lightning hands logged values to loggers: it counts batches from 0, we iterations from 1."""
+        self.trainer.fit_loop.epoch_loop._batches_that_stepped = iteration
 
     def _aggregation(self, minibatch: MiniBatch) -> dict[str, Any]:
         return {
