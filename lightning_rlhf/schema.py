@@ -256,9 +256,8 @@ def trainer_options(config: Mapping[str, Any]) -> Iterator[Problem]:
 
 def numbers(config: Mapping[str, Any]) -> Iterator[Problem]:
     """Whole numbers that everything else is computed from."""
-    positive = ["iterations", "data.prompts_per_iteration", "data.max_prompt_tokens"]
-    positive += ["rollout.samples", "rollout.max_new_tokens"]
-    optional = ["evaluate_every", "threads"]
+    positive = ["iterations", "data.prompts_per_iteration", "rollout.samples", "rollout.max_new_tokens"]
+    optional = ["evaluate_every", "threads", "data.max_prompt_tokens"]
     for key in positive + optional:
         value = get(config, key, default=None if key in optional else MISSING)
         if value is MISSING or (value is None and key in optional):
