@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
+from glob import glob
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -348,7 +349,7 @@ def files(config: Mapping[str, Any]) -> Iterator[Problem]:
         source = get(config, key)
         if isinstance(source, Mapping) and source.get("_target_") in readers:
             key, source = f"{key}.path", source.get("path")
-        if isinstance(source, str) and not resolve_path(source).exists():
+        if isinstance(source, str) and not resolve_path(source).exists() and not glob(str(resolve_path(source))):
             yield Problem(key, source, f"there is no file {resolve_path(source)}")
 
 
