@@ -34,6 +34,7 @@ from lightning_rlhf.models.sharding import is_sharded
 from lightning_rlhf.processes import gather_objects, place, together
 from lightning_rlhf.rewards import CompositeReward
 from lightning_rlhf.rollout import RolloutEngine
+from lightning_rlhf.rollout.binding import end_tokens
 from lightning_rlhf.scoring import compute_advantages, score_experience, score_rewards
 from lightning_rlhf.settings import PPOSettings
 from lightning_rlhf.update import UpdateLoop
@@ -250,7 +251,8 @@ class ActorCriticModule(LightningModule):
 
     def score_rewards(self, prompts: PromptBatch, rollout: Rollout) -> Experience:
         """Experience with texts, scores ``[B]`` and the terms they consist of."""
-        return score_rewards(self.reward, self.tokenizer, prompts, rollout)
+        ends = end_tokens(self.actor.lm, self.tokenizer)
+        return score_rewards(self.reward, self.tokenizer, prompts, rollout, ends)
 
     def score_experience(self, experience: Experience) -> None:
         """Old and reference log-probabilities, entropy and values of every response token, without gradient.

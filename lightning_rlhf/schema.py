@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
+from glob import glob
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -261,9 +262,8 @@ def trainer_options(config: Mapping[str, Any]) -> Iterator[Problem]:
 
 def numbers(config: Mapping[str, Any]) -> Iterator[Problem]:
     """Whole numbers that everything else is computed from."""
-    positive = ["iterations", "data.prompts_per_iteration", "data.max_prompt_tokens"]
-    positive += ["rollout.samples", "rollout.max_new_tokens"]
-    optional = ["evaluate_every", "threads"]
+    positive = ["iterations", "data.prompts_per_iteration", "rollout.samples", "rollout.max_new_tokens"]
+    optional = ["evaluate_every", "threads", "data.max_prompt_tokens"]
     for key in positive + optional:
         value = get(config, key, default=None if key in optional else MISSING)
         if value is MISSING or (value is None and key in optional):
@@ -363,7 +363,7 @@ def files(config: Mapping[str, Any]) -> Iterator[Problem]:
         source = get(config, key)
         if isinstance(source, Mapping) and source.get("_target_") in readers:
             key, source = f"{key}.path", source.get("path")
-        if isinstance(source, str) and not resolve_path(source).exists():
+        if isinstance(source, str) and not resolve_path(source).exists() and not glob(str(resolve_path(source))):
             yield Problem(key, source, f"there is no file {resolve_path(source)}")
 
 
