@@ -11,7 +11,7 @@ import torch
 from lightning import LightningDataModule, Trainer
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rlhf.data.prompts import EncodedPrompts, Prompt, PromptEncoder, collate
+from lightning_rlhf.data.prompts import EncodedPrompts, Prompt, PromptEncoder, collate, numbered
 from lightning_rlhf.data.sources import DataError, open_source, read_rows
 from lightning_rlhf.experience import PromptBatch
 
@@ -217,7 +217,7 @@ class PromptDataModule(LightningDataModule):
             elif self.validation_size is not None:
                 train, held_out = hold_out(train, self.validation_size)
             _warn_about_duplicates(train, held_out)
-            self._prompts = train, held_out[: self.validation_limit]
+            self._prompts = numbered(train), held_out[: self.validation_limit]
         return self._prompts
 
     def _encode(self, name: str, source: Any) -> list[Prompt]:
@@ -331,7 +331,7 @@ def _warn_about_duplicates(train: Sequence[Prompt], held_out: Sequence[Prompt]) 
     keys = {prompt.key for prompt in train}
     if len(keys) < len(train):
         log.warning(
-            "data.train: %d of %d rows repeat a prompt; copies in one pass are sampled with the same seeds",
+            "data.train: %d of %d rows repeat a prompt; each copy gets samples of its own",
             len(train) - len(keys),
             len(train),
         )

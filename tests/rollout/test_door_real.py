@@ -63,6 +63,7 @@ def server(tmp_path_factory, token_file) -> Iterator[RealServer]:
 def ask(server: RealServer, path: str, method: str = "GET", body: Any = None, **headers: str) -> tuple[int, str]:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
     try:
+        headers = {"Content-Type": "application/json", **headers}
         connection.request(method, path, None if body is None else json.dumps(body), headers)
         response = connection.getresponse()
         return response.status, response.read().decode(errors="replace")
