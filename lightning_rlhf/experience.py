@@ -38,6 +38,8 @@ class PromptBatch:
         keys: stable hash of each prompt's content, see :func:`prompt_key`.
         rows: the data row of each prompt, handed to the rewards.
         passes: how often the data had been gone through when the prompt was drawn (the data epoch).
+        copies: how many earlier rows of the data have the same key; all 0 if not given. Copies of a prompt in one pass
+            have seeds of their own.
     """
 
     ids: list[list[int]]
@@ -45,6 +47,10 @@ class PromptBatch:
     keys: list[str]
     rows: list[dict[str, Any]]
     passes: list[int]
+    copies: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.copies = self.copies or [0] * len(self.ids)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -316,10 +322,12 @@ def _canonical(value: Any) -> Any:
     return value
 
 
-def sample_seed(seed: int, key: str, sample: int, data_pass: int) -> int:
-    """Seed (63 bits) of one sample: a hash of run seed, prompt key, sample index and data pass.
+def sample_seed(seed: int, key: str, sample: int, data_pass: int, copy: int = 0) -> int:
+    """Seed (63 bits) of one sample: a hash of run seed, prompt key, sample index, data pass and copy.
 
-    It does not depend on the batch, the rank or the iteration, so a sample can be drawn again alone.
+    It does not depend on the batch, the rank or the iteration, so a sample can be drawn again alone. ``copy`` counts
+    earlier rows of the data with the same prompt; the first one's seed does not depend on there being others.
     """
-    digest = hashlib.blake2b(f"{seed}/{key}/{sample}/{data_pass}".encode(), digest_size=8).digest()
+    words = f"{seed}/{key}/{sample}/{data_pass}" + (f"/{copy}" if copy else "")
+    digest = hashlib.blake2b(words.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

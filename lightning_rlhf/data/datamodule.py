@@ -11,7 +11,7 @@ import torch
 from lightning import LightningDataModule, Trainer
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rlhf.data.prompts import EncodedPrompts, Prompt, PromptEncoder, collate
+from lightning_rlhf.data.prompts import EncodedPrompts, Prompt, PromptEncoder, collate, numbered
 from lightning_rlhf.data.sources import SOURCE_KEY, DataError, open_source, read_rows
 from lightning_rlhf.experience import PromptBatch
 
@@ -219,7 +219,7 @@ class PromptDataModule(LightningDataModule):
             elif self.validation_size is not None:
                 train, held_out = hold_out(train, self.validation_size, encoded.too_long)
             _warn_about_duplicates(train, held_out)
-            self._prompts = train, held_out[: self.validation_limit]
+            self._prompts = numbered(train), held_out[: self.validation_limit]
         return self._prompts
 
     def _encode(self, name: str, source: Any) -> EncodedPrompts:
@@ -351,7 +351,7 @@ def _warn_about_duplicates(train: Sequence[Prompt], held_out: Sequence[Prompt]) 
     repeats = [prompt for prompt in train if first.setdefault(prompt.key, prompt) is not prompt]
     if repeats:
         log.warning(
-            "data.train: %d of %d rows repeat a prompt; copies in one pass are sampled with the same seeds: %s",
+            "data.train: %d of %d rows repeat a prompt; each copy gets samples of its own: %s",
             len(repeats),
             len(train),
             _listed([f"{prompt.row[SOURCE_KEY]} repeats {first[prompt.key].row[SOURCE_KEY]}" for prompt in repeats]),

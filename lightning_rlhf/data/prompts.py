@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -26,6 +27,8 @@ class Prompt:
     text: str
     key: str
     row: Row
+    copy: int = 0
+    """Earlier rows of the source with the same key."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +214,18 @@ def collate(prompts: Sequence[Prompt], passes: Sequence[int]) -> PromptBatch:
         keys=[prompt.key for prompt in prompts],
         rows=[prompt.row for prompt in prompts],
         passes=list(passes),
+        copies=[prompt.copy for prompt in prompts],
     )
+
+
+def numbered(prompts: Iterable[Prompt]) -> list[Prompt]:
+    """The prompts; each says how many before it have the same key, so that copies get samples of their own."""
+    seen: Counter[str] = Counter()
+    result = []
+    for prompt in prompts:
+        result.append(replace(prompt, copy=seen[prompt.key]) if seen[prompt.key] else prompt)
+        seen[prompt.key] += 1
+    return result
 
 
 def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
