@@ -130,6 +130,8 @@ METRICS: list[Metric] = [
     _m("entropy/mean", "nats/token", "neither", "tokens", "Entropy of the sampling distribution (temperature applied) "
        "at every generated token, before the updates.", verl="actor/entropy",
        trl="policy/entropy_avg (GRPO: entropy)", openrlhf="entropy_loss", sb3="train/entropy_loss (negated)"),
+    _m("entropy/update", "nats/token", "neither", "steps", "The same while the policy is updated: current weights (with "
+       "noise where ALP is on), tokens that the loss is taken over."),
     _m("value/mean", "score", "neither", "tokens", "Predicted value before the updates, valid tokens.",
        verl="critic/values/mean (critic/vpred_mean during updates)", openrlhf="values"),
     _m("value/explained_variance", "1", "up", "once", "1 - Var(returns - values) / Var(returns) over the valid tokens "
