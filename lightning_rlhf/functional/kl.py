@@ -36,8 +36,9 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLEstimator, *, ma
             padding may hold NaN and a gradient is taken.
 
     Raises:
-        ValueError: an unknown estimator, shapes that differ, float16 or bfloat16, or a gradient of k1 asked for: that is the gradient of
-            the log-probability alone, zero on average and ignorant of the reference, so k1 is no loss term.
+        ValueError: an unknown estimator, shapes that differ, float16 or bfloat16 (float32 and float64 are allowed), or
+            a gradient of k1 asked for: that is the gradient of the log-probability alone, zero on average and ignorant
+            of the reference, so k1 is no loss term.
     """
     require_same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
     require_float32(logprobs=logprobs, ref_logprobs=ref_logprobs)

@@ -2,7 +2,7 @@
 
 Masked tokens are selected away **before** ``exp`` and products, so that NaN or infinity in padding reaches neither the
 value nor the gradient. Where everything is masked the loss is 0 and still connected to the graph, with gradient 0.
-Supported are float32 and float64 (importance weights may be stored in half precision); float16 and bfloat16 are refused.
+Supported are float32 and float64; float16 and bfloat16 are refused, but for importance weights, which may be stored so.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class MetricBatch:
         self._raise((name, "min"), -values, mask)
 
     def compute(self) -> dict[str, float]:
-        """The metrics that were measured, by name. Every rank must have called the same methods under the same names."""
+        """The metrics that were measured. Every rank must have called the same methods under the same names."""
         sums, maxima = _transfer(self._sums, self._maxima)
         result: dict[str, float] = dict(self._known)
         for (name, kind), value in sums.items():

@@ -264,8 +264,8 @@ def spread(
     """Moments, extremes and shares outside ``band`` of a statistic per token ``[B, R]`` or per row ``[B, 1]``.
 
     Means are over valid tokens; a row's value counts once for each of its tokens. Extremes and shares are over tokens
-    or rows, whichever the statistic belongs to. For deviations the distance from ``ideal`` is added up, 1 for ratios and
-    0 for divergences, in float64: float32 squares of 16,384 weights of 1.0003 made up a deviation of 1.7e-4.
+    or rows, whichever the statistic belongs to. For deviations the distance from ``ideal`` (1 for ratios, 0
+    for divergences) is added up in float64: float32 squares of 16,384 weights of 1.0003 deviated by 1.7e-4.
     """
     ratio = correction.ratio
     per_row = values.shape[-1] == 1 and ratio.token.shape[-1] != 1

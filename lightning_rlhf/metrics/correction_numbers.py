@@ -13,7 +13,7 @@ Numbers = dict[str, float]
 
 
 def finish(sums: Numbers, maxima: Numbers, correction: Correction, full: bool) -> Numbers:
-    """Metrics (without their prefix) from the sums and maxima of all ranks; what has no element to measure is absent."""
+    """Metrics (without their prefix) from the sums and maxima of all ranks; without an element to measure, absent."""
     n, rows, valid, valid_rows = (sums[name] for name in ("n", "rows", "valid", "valid_rows"))
     if not valid:
         return {}
