@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import math
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -134,6 +137,24 @@ class UpdateStats:
     """Share of accepted tokens where the clip is active."""
     entropy: float = math.nan
     """Mean entropy of the current policy, nats per token."""
+
+
+STATS = (ExperienceStats, MinibatchStats, EpochStats, UpdateStats)
+
+
+def stats_tables() -> str:
+    """The tables of ``docs/extending.md``: every field of every ``stats`` object with its type and meaning."""
+    lines: list[str] = []
+    for kind in STATS:
+        lines += ["", f"| `{kind.__name__}` | type | meaning |", "| --- | --- | --- |"]
+        [definition] = ast.parse(inspect.getsource(kind)).body
+        assert isinstance(definition, ast.ClassDef)
+        # A field's meaning is the text below it.
+        for declared, text in pairwise(definition.body):
+            if isinstance(declared, ast.AnnAssign) and isinstance(text, ast.Expr):
+                meaning = " ".join(str(ast.literal_eval(text.value)).split()).replace("|", r"\|")
+                lines.append(f"| `{ast.unparse(declared.target)}` | {ast.unparse(declared.annotation)} | {meaning} |")
+    return "\n".join(lines[1:]) + "\n"
 
 
 def emit(module: LightningModule, event: str, *args: Any) -> None:

@@ -45,7 +45,7 @@ class PolicyOutput(NamedTuple):
 
     logprobs: Tensor
     entropy: Tensor | None = None
-    """Without a graph where ``module.loss.entropy_coefficient`` is 0; ``None`` where it is neither needed nor reported."""
+    """Without a graph where ``module.loss.entropy_coefficient`` is 0; ``None`` leaves it out of metrics and stats."""
     values: Tensor | None = None
     """Only with a critic on the actor's trunk."""
 
@@ -475,11 +475,9 @@ class ActorCriticModule(LightningModule):
         experience_metrics(experience, metrics)
         numbers = metrics.compute()
         if "value/mean" in numbers:  # some rank has a valid token, and all know it
-            numbers["value/explained_variance"] = float(
-                explained_variance(
-                    experience.require("values"), experience.require("returns"), experience.require("loss_mask")
-                )
-            )
+            values, returns = experience.require("values"), experience.require("returns")
+            explained = explained_variance(values, returns, experience.require("loss_mask"))
+            numbers["value/explained_variance"] = float(explained)
         return numbers
 
 

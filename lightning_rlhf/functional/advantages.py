@@ -170,7 +170,7 @@ def _backward_recursion(terms: Tensor, decay: Tensor) -> Tensor:
 
 
 def _centre(scores: Tensor, group: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Scores minus group mean ``[B]`` (0 for rows that take no part), means and sizes of groups ``[G]``, and each row's group."""
+    """Scores minus group mean ``[B]`` (0 for rows that take no part), means and sizes ``[G]``, each row's group."""
     require_same_shape(scores=scores, group=group, rows=mask.any(-1))
     rows = mask.bool().any(-1)
     unique, members = group.unique(return_inverse=True)

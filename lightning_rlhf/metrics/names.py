@@ -290,8 +290,8 @@ def check(names: Iterable[str]) -> None:
     if unknown:
         raise UnknownMetricError(
             "; ".join(_complaint(name) for name in unknown)
-            + f". A metric of your own is declared once, beside the code that logs it: from lightning_rlhf.metrics import "
-            f"Metric, register; register(Metric({unknown[0]!r}, unit='1', better='neither', reduced='once', "
+            + ". A metric of your own is declared once, beside the code that logs it: from lightning_rlhf.metrics "
+            f"import Metric, register; register(Metric({unknown[0]!r}, unit='1', better='neither', reduced='once', "
             "description='...'))"
         )
 
