@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ from lightning_rlhf.rollout import RolloutEngine
 from lightning_rlhf.rollout.binding import end_tokens
 from lightning_rlhf.scoring import compute_advantages, score_experience, score_rewards
 from lightning_rlhf.settings import PPOSettings
-from lightning_rlhf.update import UpdateLoop
+from lightning_rlhf.update import ACCEPTED_TOKENS, UpdateLoop
 
 
 class PolicyOutput(NamedTuple):
@@ -45,7 +46,7 @@ class PolicyOutput(NamedTuple):
 
     logprobs: Tensor
     entropy: Tensor | None = None
-    """Only where ``module.loss.entropy_coefficient`` is not 0."""
+    """Without a graph where ``module.loss.entropy_coefficient`` is 0; ``None`` leaves it out of metrics and stats."""
     values: Tensor | None = None
     """Only with a critic on the actor's trunk."""
 
@@ -130,7 +131,7 @@ class ActorCriticModule(LightningModule):
             mask,
             minibatch.response_ids.shape[1],
             temperature=self.engine.sampling.temperature,
-            entropy="gradient" if self.settings.loss.entropy_coefficient else "none",
+            entropy="gradient" if self.settings.loss.entropy_coefficient else "detached",
             with_hidden=shared,
         )
         values = self.critic(output.hidden)[:, :-1] if shared else None  # type: ignore[misc]
@@ -281,10 +282,13 @@ class ActorCriticModule(LightningModule):
 
     def micro_batch_loss(self, micro: MiniBatch, metrics: MetricBatch) -> Tensor:
         """Loss of one micro-batch; the micro-batches of a minibatch add up to the minibatch's loss."""
-        settings, mask = self.settings, micro.require("loss_mask")
+        settings = self.settings
         output = self.actor_logprobs(micro)
         policy = self.policy_loss(micro, output.logprobs)
-        total = policy.loss
+        if policy.accepted is not None:  # rejected now, by the policy as it moved: for everything that follows, too
+            micro = replace(micro, loss_mask=policy.accepted)
+        mask, total = micro.require("loss_mask"), policy.loss
+        metrics.sum(ACCEPTED_TOKENS, mask)
         metrics.sum("ppo/policy_loss", policy.loss)
         if self.critic is not None:
             values = self._critic_values(micro) if output.values is None else output.values
@@ -300,6 +304,8 @@ class ActorCriticModule(LightningModule):
             metrics.sum("ppo/value_loss", value.loss)
             metrics.mean("value/clip_fraction", value.clipped.float(), mask)
         if output.entropy is not None:
+            metrics.mean("entropy/update", output.entropy, mask)
+        if output.entropy is not None and settings.loss.entropy_coefficient:
             entropy = aggregate(output.entropy, mask, **self._aggregation(micro))
             total = total - settings.loss.entropy_coefficient * entropy
         if micro.ref_logprobs is not None and settings.kl.placement == "loss":
@@ -471,9 +477,9 @@ class ActorCriticModule(LightningModule):
             tokens=int(numbers["batch/tokens"]),
             score_mean=numbers["reward/mean"],
             entropy=numbers.get("entropy/mean", math.nan),
-            kl_ref=numbers.get("kl/ref", 0.0),
-            advantage_abs_mean=numbers["advantage/abs_mean"],
-            advantage_raw_abs_mean=numbers["advantage/raw_abs_mean"],
+            kl_ref=numbers.get("kl/ref", math.nan),
+            advantage_abs_mean=numbers.get("advantage/abs_mean", math.nan),
+            advantage_raw_abs_mean=numbers.get("advantage/raw_abs_mean", math.nan),
             response_length_mean=numbers["response/length_mean"],
             truncated_fraction=numbers["response/truncated_fraction"],
         )
@@ -481,10 +487,10 @@ class ActorCriticModule(LightningModule):
     def _experience_metrics(self, experience: Experience, metrics: MetricBatch) -> dict[str, float]:
         experience_metrics(experience, metrics)
         numbers = metrics.compute()
-        if experience.values is not None:
-            numbers["value/explained_variance"] = float(
-                explained_variance(experience.values, experience.require("returns"), experience.require("loss_mask"))
-            )
+        if "value/mean" in numbers:  # some rank has a valid token, and all know it
+            values, returns = experience.require("values"), experience.require("returns")
+            explained = explained_variance(values, returns, experience.require("loss_mask"))
+            numbers["value/explained_variance"] = float(explained)
         return numbers
 
 
