@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 
 from lightning_rlhf.control import Control
+from lightning_rlhf.data import check_room
 from lightning_rlhf.events import ExperienceStats, emit
 from lightning_rlhf.experience import Experience, Finish, MiniBatch, PromptBatch, Rollout
 from lightning_rlhf.functional.kl import kl_estimate
@@ -380,7 +381,14 @@ class ActorCriticModule(LightningModule):
     def setup(self, stage: str) -> None:
         """The embedded engine shares the actor's weights from here on; reward models follow to the device."""
         self.engine.setup(self.actor.lm, self.tokenizer)
+        together(self._check_lengths)
         self.reward.to(self.trainer.strategy.root_device)  # the module itself moves there only after this
+
+    def _check_lengths(self) -> None:
+        """Whether the prompts leave room for responses where an engine knows its limit only once it is there."""
+        data, limit = getattr(self.trainer, "datamodule", None), getattr(self.engine, "positions", None)
+        if limit is not None and hasattr(data, "train_prompts"):
+            check_room(data, self.engine.sampling.max_new_tokens, limit, "the longest sequence of the engine")  # type: ignore[arg-type]
 
     def configure_model(self) -> None:
         """Shard actor, critic and reference where the strategy says how; only the first call does anything.

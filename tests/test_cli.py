@@ -15,6 +15,8 @@ import pytest
 import torch
 
 from lightning_rlhf import __version__, cli
+from lightning_rlhf.models import build_tiny
+from lightning_rlhf.rewards import RewardError
 
 TINY_MODEL = ["model.source.hidden_size=32", "model.source.layers=1", "model.source.heads=2"]
 
@@ -128,6 +130,26 @@ INPUTS = {
         [*FROM_FILE, "data.max_prompt_tokens=2"],
         ["all 2 prompts are longer than data.max_prompt_tokens = 2"],
     ),
+    "row that the model has no room for": (
+        lines(GOOD, {"prompt": "1+" * 76, "answer": "2"}, GOOD),
+        [*FROM_FILE, "data.max_prompt_tokens=512", "model.source.max_positions=128", "rollout.max_new_tokens=64"],
+        [
+            "data.train: 1 of 3 prompts and rollout.max_new_tokens = 64",
+            "128 tokens (the positions of the model)",
+            "rows.jsonl:2 (152 tokens)",
+            "data.max_prompt_tokens=64 leaves such prompts out",
+        ],
+    ),
+    "row without a limit that no micro-batch holds": (
+        lines(GOOD, {"prompt": "1+" * 76, "answer": "2"}),
+        [*FROM_FILE, "data.max_prompt_tokens=null", "module.update.micro_batch_tokens=150"],
+        ["150 tokens (module.update.micro_batch_tokens): ", "rows.jsonl:2 (152 tokens)"],
+    ),
+    "held-out row that the model has no room for": (
+        lines({"prompt": "1+" * 76, "answer": "2"}),
+        ["data.validation=rows.jsonl", "data.max_prompt_tokens=null"],
+        ["data.validation: 1 of 1 prompts", "64 tokens (the positions of the model)", "rows.jsonl:1 (152 tokens)"],
+    ),
     "micro-batch larger than minibatch": (
         None,
         ["module.update.micro_batch_size=64"],
@@ -171,8 +193,30 @@ def test_full_traceback_on_request(run_tiny, capsys, monkeypatch):
 
 def test_a_failure_in_training_is_no_bad_input(elsewhere, run_tiny):
     (elsewhere / "broken_reward.py").write_text("def reward(batch):\n    return [1 / 0]\n", encoding="utf-8")
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(RewardError, match=r"reward term 'broken': ZeroDivisionError: .*ArithmeticTask.*response"):
         run_tiny("+reward.terms.broken.reward._target_=broken_reward.reward")
+
+
+def test_data_is_read_and_judged_before_weights_are_loaded(elsewhere, run_tiny, capsys, monkeypatch):
+    model = build_tiny("0123456789+=", hidden_size=32, layers=1, heads=2)
+    model.lm.save_pretrained("model")
+    model.tokenizer.save_pretrained("model")
+    (elsewhere / "model" / "model.safetensors").write_bytes(b"no weights")
+    arguments = [
+        "model=hf",
+        "model.source.path=./model",
+        *FROM_FILE,
+        "module.actor.lr=1e-4",
+        "model.policy.critic=separate",
+    ]
+    monkeypatch.setattr(sys.modules[__name__], "TINY_MODEL", [])
+    for rows, words in ((lines(GOOD, "{"), "rows.jsonl:2: not valid JSON"), (lines({"prompt": "1"}), "no answer")):
+        (elsewhere / "rows.jsonl").write_text(rows, encoding="utf-8")
+        assert run_tiny(*arguments) == 2
+        assert words in capsys.readouterr().err
+    (elsewhere / "rows.jsonl").write_text(lines(GOOD), encoding="utf-8")
+    assert run_tiny(*arguments) == 2
+    assert "model path = './model' cannot be loaded" in capsys.readouterr().err
 
 
 def test_model_path_that_leads_nowhere(elsewhere, capsys):

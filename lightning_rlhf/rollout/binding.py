@@ -112,13 +112,14 @@ def check_prompts(prompts: PromptBatch, max_new_tokens: int, positions: int | No
     """
     if len(prompts) == 0:
         raise ValueError("generate() was given no prompt")
-    for key, ids in zip(prompts.keys, prompts.ids, strict=True):
+    for key, ids, row in zip(prompts.keys, prompts.ids, prompts.rows, strict=True):
+        name = f"{key} ({row['_source']})" if "_source" in row else key
         if not ids:
-            raise ValueError(f"prompt {key} has no token")
+            raise ValueError(f"prompt {name} has no token")
         if positions is not None and len(ids) + max_new_tokens > positions:
             raise ValueError(
-                f"rollout.max_new_tokens = {max_new_tokens} is not allowed: with the {len(ids)} tokens of prompt {key} "
-                f"the sequence exceeds the model's {positions} positions"
+                f"rollout.max_new_tokens = {max_new_tokens} and the {len(ids)} tokens of prompt {name} exceed the "
+                f"model's {positions} positions: lower data.max_prompt_tokens or rollout.max_new_tokens"
             )
 
 
