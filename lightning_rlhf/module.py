@@ -16,8 +16,9 @@ from torch import Tensor
 
 from lightning_rlhf.control import Control
 from lightning_rlhf.data import check_room
+from lightning_rlhf.evaluation import Evaluation
 from lightning_rlhf.events import ExperienceStats, emit
-from lightning_rlhf.experience import Experience, Finish, MiniBatch, PromptBatch, Rollout
+from lightning_rlhf.experience import Experience, MiniBatch, PromptBatch, Rollout
 from lightning_rlhf.functional.kl import kl_estimate
 from lightning_rlhf.functional.losses import PolicyLoss, aggregate, ppo_policy_loss, value_loss
 from lightning_rlhf.functional.schedules import learning_rate_factor
@@ -28,11 +29,11 @@ from lightning_rlhf.memory import OutOfMemory, attempt
 from lightning_rlhf.metrics.batch import MetricBatch
 from lightning_rlhf.metrics.experience import experience_metrics, policy_metrics
 from lightning_rlhf.metrics.moments import RunningMoments
-from lightning_rlhf.metrics.names import check
 from lightning_rlhf.mixins.alp import ALPMixin
 from lightning_rlhf.mixins.rollout_correction import RolloutCorrectionMixin
 from lightning_rlhf.models import Policy, SharedCritic
 from lightning_rlhf.models.sharding import is_sharded
+from lightning_rlhf.parallel import agree_on_fields
 from lightning_rlhf.processes import gather_objects, place, together
 from lightning_rlhf.rewards import CompositeReward
 from lightning_rlhf.rollout import RolloutEngine
@@ -57,7 +58,7 @@ class ActorCriticModule(LightningModule):
 
     Mixins and users override the extension points, and only those: :meth:`actor_logprobs`,
     :meth:`prepare_experience`, :meth:`policy_loss`, :meth:`extra_losses`, :meth:`parameter_groups`,
-    :attr:`scores_old_policy` and :meth:`update_metrics`.
+    :attr:`scores_old_policy`, :attr:`accepts_missing_logprobs` and :meth:`update_metrics`.
 
     Args:
         policy: actor, critic, reference and tokenizer, see :func:`lightning_rlhf.models.build_policy`.
@@ -117,7 +118,7 @@ class ActorCriticModule(LightningModule):
         """What was trained before PPO: supervised steps, peak learning rate, last loss; travels in the checkpoint."""
         self._fingerprint: str | None = None
         self._rollouts = RolloutSource(self)
-        self._evaluation = MetricBatch()
+        self._evaluation = Evaluation(self, self._rollouts)
         self._update_loop = UpdateLoop(self)
         self._logbook = Logbook(self)
 
@@ -183,6 +184,11 @@ class ActorCriticModule(LightningModule):
         """Whether the trainer computes the old log-probabilities; if not, the engine's stand for them."""
         return True
 
+    @property
+    def accepts_missing_logprobs(self) -> bool:
+        """Whether tokens without a finite log-probability of the engine are dealt with; if not, they end the run."""
+        return False
+
     def update_metrics(self) -> dict[str, float]:
         """Called once after the update: numbers gathered meanwhile, the same on every rank."""
         return {}
@@ -205,6 +211,7 @@ class ActorCriticModule(LightningModule):
             self.score_experience(experience)
             metrics = self.prepare_experience(experience) or MetricBatch()
             emit(self, "on_experience_scored", experience)
+            agree_on_fields(experience)
             self.compute_advantages(experience, metrics)
         self._rollouts.measure(rollout, metrics)
         numbers = self._experience_metrics(experience, metrics)
@@ -245,6 +252,7 @@ class ActorCriticModule(LightningModule):
         with self.trainer.precision_plugin.forward_context():
             with self._rollouts.weights():
                 answers = self.engine.generate(prompts, samples=1, max_new_tokens=limit, seed=self.seed)
+                answers = self._rollouts.checked(answers)
             answers = answers.to(self.device)
             experience = Experience.from_rollout(answers, prompts.texts, texts=[""] * len(answers))
             temperature, budget = self.engine.sampling.temperature, self.settings.update.score_tokens
@@ -330,23 +338,16 @@ class ActorCriticModule(LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         """Begin a new evaluation."""
-        self._evaluation = MetricBatch()
+        self._evaluation = Evaluation(self, self._rollouts)
 
     @torch.no_grad()
     def validation_step(self, prompts: PromptBatch, batch_idx: int) -> None:
         """Greedy answers to held-out prompts, scored by every term of the reward (``eval/<term>``)."""
-        answers = self.score_rewards(prompts, self.generate(prompts, greedy=True))
-        numbers = {"eval/reward_mean": answers.require("scores")}
-        numbers |= {f"eval/{name}": term for name, term in answers.components.items()}
-        numbers["eval/response_length_mean"] = answers.response_lengths
-        numbers["eval/truncated_fraction"] = answers.finish == Finish.TRUNCATED
-        check(numbers)
-        for name, values in numbers.items():
-            self._evaluation.mean(name, values.float())
+        self._evaluation.step(prompts)
 
     def on_validation_epoch_end(self) -> None:
         """Log the means over all prompts of all ranks."""
-        self.log_dict(self._evaluation.compute())
+        self.log_dict(self._evaluation.finish())
 
     # --- optimiser -----------------------------------------------------------------------------------------------
 

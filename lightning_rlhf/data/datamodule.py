@@ -103,16 +103,20 @@ class PromptLoader:
 
 
 class ValidationLoader:
-    """Fixed prompts in fixed order; rank ``r`` of ``world`` takes every ``world``-th prompt from the ``r``-th on."""
+    """Fixed prompts in fixed order; rank ``r`` of ``world`` takes every ``world``-th prompt from the ``r``-th on.
+
+    All ranks have equally many batches; of one that has too few prompts for it the last one is empty.
+    """
 
     def __init__(self, prompts: Sequence[Prompt], batch: int, rank: int = 0, world: int = 1) -> None:
         self.prompts, self.batch = prompts[rank::world], batch
+        self._most = -(-len(prompts) // world)
 
     def __len__(self) -> int:
-        return -(-len(self.prompts) // self.batch)
+        return -(-self._most // self.batch)
 
     def __iter__(self) -> Iterator[PromptBatch]:
-        for start in range(0, len(self.prompts), self.batch):
+        for start in range(0, self._most, self.batch):
             part = self.prompts[start : start + self.batch]
             yield collate(part, [0] * len(part))
 

@@ -94,6 +94,11 @@ class ALPMixin(Base):
             state.comparison.add(minibatch, output.logprobs, plain.logprobs)
         return output
 
+    @property
+    def accepts_missing_logprobs(self) -> bool:
+        """Unified: such tokens leave the loss."""
+        return super().accepts_missing_logprobs or self._unified
+
     def prepare_experience(self, experience: Experience) -> MetricBatch | None:
         """Unified: tokens whose engine log-probability is missing leave the loss; weights on top are refused."""
         metrics = super().prepare_experience(experience)

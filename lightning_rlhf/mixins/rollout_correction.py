@@ -65,6 +65,11 @@ class RolloutCorrectionMixin(Base):
         return super().scores_old_policy and not bypass
 
     @property
+    def accepts_missing_logprobs(self) -> bool:
+        """``missing_logprobs`` says what becomes of them."""
+        return super().accepts_missing_logprobs or self._correction is not None
+
+    @property
     def tail_envelope(self) -> list[dict[str, float]]:
         """For figures: P2 and P98 of the log-ratio by token probability, from the last full set of metrics."""
         return [] if self._correction is None else self._correction.envelope

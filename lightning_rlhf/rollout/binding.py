@@ -7,9 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from lightning_rlhf.experience import PromptBatch
+from lightning_rlhf.experience import PromptBatch, Rollout
 from lightning_rlhf.rollout.base import Sampling
 
 if TYPE_CHECKING:
@@ -123,23 +121,21 @@ def check_prompts(prompts: PromptBatch, max_new_tokens: int, positions: int | No
             )
 
 
-def check_finite(logprobs: Tensor, keys: list[str], version: int) -> None:
-    """Refuse tokens that came from logits that are NaN or infinite, naming the first of them.
-
-    Args:
-        logprobs: ``[B, R]``, finite on padding.
-        keys: of the rows' prompts.
-        version: of the weights that sampled.
+def check_finite(rollout: Rollout) -> None:
+    """Refuse tokens without a log-probability, as they come from logits that are NaN or infinite; names the first.
 
     Raises:
         FloatingPointError: a log-probability is not finite.
     """
-    bad = ~logprobs.isfinite()
+    bad = rollout.response_mask & ~rollout.rollout_logprobs.isfinite()
     if bad.any():
         row, column = bad.nonzero()[0].tolist()
         raise FloatingPointError(
-            f"the model's logits are not finite: response token {column} of prompt {keys[row]} has log-probability "
-            f"{logprobs[row, column].item()} (policy version {version}, {int(bad.any(-1).sum())} of {len(keys)} rows)"
+            f"the logits of the rollout engine are not finite: response token {column} of prompt "
+            f"{rollout.prompt_key[row]} has log-probability {rollout.rollout_logprobs[row, column].item()} (policy "
+            f"version {int(rollout.policy_version[row])}, {int(bad.any(-1).sum())} of {len(rollout)} rows). With a "
+            "rollout correction (rollout_correction=monitor or another) its missing_logprobs decides what becomes of "
+            "such tokens"
         )
 
 
