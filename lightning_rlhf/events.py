@@ -30,6 +30,8 @@ class ExperienceStats:
     sequences: int
     tokens: int
     score_mean: float
+    score_std: float
+    """Spread of the scores over the sequences of all ranks."""
     entropy: float
     """Mean entropy of the policy, nats per token; NaN where the old policy is not scored (bypass mode)."""
     kl_ref: float

@@ -457,6 +457,7 @@ class ActorCriticModule(LightningModule):
             sequences=int(numbers["batch/sequences"]),
             tokens=int(numbers["batch/tokens"]),
             score_mean=numbers["reward/mean"],
+            score_std=numbers.get("reward/std", math.nan),
             entropy=numbers.get("entropy/mean", math.nan),
             kl_ref=numbers.get("kl/ref", 0.0),
             advantage_abs_mean=numbers["advantage/abs_mean"],

@@ -90,6 +90,7 @@ class UpdateLoop:
             kl_ref=last.kl_ref if last else 0.0,
             clip_fraction=last.clip_fraction if last else 0.0,
         )
+        control.freeze()  # what callbacks set now acts in the next iteration
         emit(module, "on_update_end", stats)
         return stats
 
