@@ -1,6 +1,6 @@
 """What the groups of callbacks cost runs that are healthy: the held-out score of each group beside that of none.
 
-Six runs: the quickstart, SmolLM2, GRPO, LoRA, a critic on the actor's trunk, another task; each with
+Six runs: the quickstart (with a critic on the actor's trunk), SmolLM2, GRPO, LoRA, a separate critic, another task; with
 ``callbacks=none``, ``default``, ``stability`` and ``paranoid``. A cell is one run with one group and one seed. Cells
 run one after the other, and each is written to the csv file as it ends; cells that are there are not run again.
 
@@ -48,7 +48,7 @@ RUNS: dict[str, tuple[str, ...]] = {
         *("rollout.samples=8", "data.prompts_per_iteration=32"),
     ),
     "lora": (*SMALL, "model.policy.lora={r: 16, alpha: 32, target_modules: all-linear}", "module.actor.lr=4e-3"),
-    "shared critic": (*SMALL, "model.policy.critic=shared"),
+    "separate critic": (*SMALL, "model.policy.critic=separate"),
     "subtraction": (*SMALL, "data.train.operations='-'"),
 }
 """Overrides of each run."""

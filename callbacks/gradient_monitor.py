@@ -52,7 +52,7 @@ class GradientMonitor(RLHFCallback):
             if self.nonfinite >= self.max_nonfinite:
                 reason = f"loss or gradient not finite in {self.nonfinite} steps in a row"
                 module.control.stop_epochs(reason)
-                module.control.stop_training(reason)
+                module.control.stop_training(reason, failed=True)
             return
         self.nonfinite = 0
         self.steps += 1

@@ -26,7 +26,7 @@ class KLEarlyStop(RLHFCallback):
         hard_limit: nats per token against the reference; above it the epochs end. ``None``: off.
         rollback: at ``hard_limit`` also return to the weights and optimiser state before this batch; costs one copy
             of both.
-        patience: stop training after this many iterations in a row whose last epoch was over 1.5 x ``target``.
+        patience: the run has failed after this many iterations in a row whose last epoch was over 1.5 x ``target``.
             ``None``: never. An iteration without a minibatch is not counted.
     """
 
@@ -82,7 +82,8 @@ class KLEarlyStop(RLHFCallback):
         self.over_target = self.over_target + 1 if stats.kl_old > 1.5 * self.target else 0
         if self.patience is not None and self.over_target >= self.patience:
             module.control.stop_training(
-                f"kl/old over 1.5 x {self.target} in {self.over_target} iterations in a row (last {stats.kl_old:.4f})"
+                f"kl/old over 1.5 x {self.target} in {self.over_target} iterations in a row (last {stats.kl_old:.4f})",
+                failed=True,
             )
 
     def state_dict(self) -> dict[str, Any]:

@@ -25,7 +25,9 @@ from lightning_rlhf.data import PromptDataModule
 from lightning_rlhf.locate import locate
 from lightning_rlhf.models import LoadedModel
 from lightning_rlhf.module import ActorCriticModule
+from lightning_rlhf.reporting import blocks_of
 from lightning_rlhf.schema import NOT_HANDED_OVER, InputError
+from lightning_rlhf.warmup import WarmUp
 
 
 @dataclass
@@ -56,9 +58,10 @@ def assemble(config: dict[str, Any], *, warm_up: bool = True) -> Parts:
     with building("data"):
         datamodule = make(config["data"], tokenizer=loaded.tokenizer, iterations=iterations, seed=seed)
         datamodule.setup("fit")
+    warmed: Any = None
     if config.get("warmup") and warm_up:
         with building("warmup"):
-            make(config["warmup"], loaded=loaded, datamodule=datamodule, seed=seed)
+            warmed = make(config["warmup"], loaded=loaded, datamodule=datamodule, seed=seed)
     with building("model.policy"):
         policy = make(config["model"]["policy"], loaded=loaded)
     with building("rollout"):
@@ -70,6 +73,8 @@ def assemble(config: dict[str, Any], *, warm_up: bool = True) -> Parts:
         objects = {"policy": policy, "engine": engine, "reward": reward, "iterations": iterations, "seed": seed}
         module = make(config["module"], **objects)
     module.run_config = config
+    if isinstance(warmed, WarmUp):
+        module.warm_up = {"steps": warmed.steps, "loss": warmed.loss, "lr": config["warmup"]["lr"]}
     return Parts(loaded, datamodule, module)
 
 
@@ -81,7 +86,7 @@ def make_trainer(config: Mapping[str, Any], *, train: bool = True) -> Trainer:
         train: with the configured callbacks and logger; without them for an evaluation.
     """
     callbacks: list[Callback] = []
-    logger: Logger | bool = False
+    loggers: list[Logger] = []
     if train:
         # Always there: without it a resumed run would not continue bit for bit.
         callbacks.append(RNGState())
@@ -89,9 +94,9 @@ def make_trainer(config: Mapping[str, Any], *, train: bool = True) -> Trainer:
             if block is not None:
                 with building(f"callbacks.{name}"):
                     callbacks.append(make(block))
-        if config.get("logger"):
-            with building("logger"):
-                logger = make(config["logger"])
+        for name, block in blocks_of(config.get("logger")).items():
+            with building(f"logger.{name}"):
+                loggers.append(make(block))
     warn_about_model_checkpoint(callbacks)
     settings = {name: value for name, value in config["trainer"].items() if name not in NOT_HANDED_OVER["trainer"]}
     if not train:
@@ -101,7 +106,7 @@ def make_trainer(config: Mapping[str, Any], *, train: bool = True) -> Trainer:
             settings,
             **trainer_objects(settings),
             callbacks=callbacks,
-            logger=logger,
+            logger=loggers or False,
             default_root_dir=config["output_dir"],
             # The run's length is `iterations`, the number of batches that the data module hands out.
             max_epochs=1,

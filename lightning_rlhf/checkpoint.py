@@ -6,11 +6,9 @@ steps and so, once PPO epochs end early, saves at odd places or not at all.
 
 from __future__ import annotations
 
-import math
 import os
 import random
 from collections.abc import Iterable
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -19,9 +17,11 @@ import torch
 from lightning import Callback, LightningModule, Trainer
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_rlhf.accelerators.device import rng_state, set_rng_state
+from lightning_rlhf.checkpoint_capture import Captured, can_capture, weights_are_finite
 from lightning_rlhf.checkpoint_files import (
     PARTIAL,
     SET_ASIDE,
@@ -36,6 +36,9 @@ from lightning_rlhf.checkpoint_files import (
     verify,
 )
 from lightning_rlhf.checkpoint_folder import read_checkpoint
+from lightning_rlhf.checkpoint_monitor import Monitored, evaluation_follows
+from lightning_rlhf.functional.stats import largest_over_ranks
+from lightning_rlhf.interruption import Interrupted, signals
 from lightning_rlhf.processes import gather_objects
 
 __all__ = [
@@ -97,16 +100,23 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 class IterationCheckpoint(Checkpoint):
     """Saves ``iteration_000010.ckpt`` every ``every_n_iterations`` training batches, at a stop and at the end.
 
-    One training batch is one iteration, however many optimiser steps it took. The file is written by
-    ``trainer.save_checkpoint`` after all other callbacks have seen ``on_train_batch_end``, so
-    ``trainer.fit(ckpt_path=...)`` continues behind it. A save that fails ends the run, with an error that names the
-    cause: to go on without checkpoints would put the work at risk without anybody knowing.
+    One training batch is one iteration, however many optimiser steps it took. The order is: update, its metrics, its
+    evaluation if one is due, checkpoint. So the value of ``monitor`` is that of the weights in the file, and
+    ``trainer.fit(ckpt_path=...)`` goes on with the next iteration, without repeating or losing an evaluation. The first
+    iteration of a run is saved, too, and an evaluated one that is the best so far.
+    A save that fails ends the run, with an error that names the cause: to go on without checkpoints would put the work
+    at risk without anybody knowing.
+
+    With an :class:`~lightning_rlhf.module.ActorCriticModule` an error or a signal during rollout, reward or scoring of
+    an iteration leaves the checkpoint of the iteration before, and a first SIGINT or SIGTERM
+    (:mod:`lightning_rlhf.interruption`) during its update lets it end and saves it.
 
     Args:
         dirpath: folder of the checkpoints, on a local (or mounted) file system.
         every_n_iterations: how often.
         keep: newest checkpoints that stay; ``None`` keeps all.
-        monitor: metric whose best checkpoint stays as well; ``None``: none.
+        monitor: metric whose best checkpoint stays as well; ``None``: none. Only a value that was logged for the
+            iteration itself counts.
         mode: whether the largest (``max``) or the smallest (``min``) value of ``monitor`` is best.
 
     Attributes:
@@ -135,7 +145,8 @@ class IterationCheckpoint(Checkpoint):
         self.last_model_path, self.best_model_path = "", ""
         self.best_model_score: float | None = None
         self._saved = 0
-        self._warned = False
+        self._monitored = Monitored(monitor)
+        self._captured: Captured | None = None
 
     @property
     def checkpoints(self) -> list[Path]:
@@ -164,27 +175,60 @@ class IterationCheckpoint(Checkpoint):
                 remove(leftover)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Checkpoints from beyond the iteration that is resumed belong to another future: they are set aside."""
-        later = [path for path in self.checkpoints if iteration_of(path) > self.iteration]
-        if later and trainer.is_global_zero:
-            for path in later:
-                aside = path.with_name(path.name + SET_ASIDE)
-                remove(aside)  # of an earlier resume; a rename does not replace a folder
-                path.rename(aside)
-            rank_zero_warn(
-                f"the run continues from iteration {self.iteration}; {len(later)} checkpoint(s) of later iterations in "
-                f"{self.dirpath} got the ending {SET_ASIDE}. Delete them if they are not needed."
-            )
+        signals().install()  # Lightning has set its own handler
+        if trainer.is_global_zero:
+            self._set_aside_later()
+        self._capture(trainer)
+        self._may_stop_at_once(trainer)
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        self._monitored.begin(trainer)
+
+    def on_rollout_end(self, trainer: Trainer, *args: Any) -> None:
+        self._obey_signal(trainer)
+
+    def on_experience_ready(self, trainer: Trainer, *args: Any) -> None:
+        """From here on weights may change: what was captured is let go, and the iteration is finished."""
+        self._obey_signal(trainer)
+        self._captured = None
+        signals().hold(f"finishing iteration {self.iteration + 1}; press Ctrl-C again to stop now")
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         self.iteration += 1
-        if self.iteration % self.every_n_iterations == 0 or _is_last_iteration(trainer):
-            self.save(trainer)
+        if evaluation_follows(trainer):
+            self._capture(trainer)  # an evaluation that fails must not take the iteration with it
+        else:
+            self._end_iteration(trainer, evaluated=False)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        signals().install()  # Lightning sets its own at every start
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self._end_iteration(trainer, evaluated=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save what :meth:`on_train_batch_end` could not know to be the last iteration."""
-        if self._saved != self.iteration:
+        if self._saved < self.iteration:
             self.save(trainer)
+        self._captured = None
+        signals().release()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Write the end of the last iteration, if weights are still those and it is not written yet."""
+        captured, self._captured = self._captured, None
+        if captured is None or self._saved >= self.iteration:
+            return
+        together = trainer.world_size == 1 or getattr(exception, "on_every_rank", False)
+        if captured.needs_all_ranks and not together:
+            return  # the others wait elsewhere, perhaps for ever
+        path = self._path
+        try:
+            captured.write(trainer, path)
+        except CheckpointError as error:
+            rank_zero_warn(f"after {type(exception).__name__}: {error}")
+            return
+        self._note_saved(trainer, path)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         # Not in state_dict(): Lightning keys that by the arguments, and the count must survive other arguments.
@@ -201,26 +245,75 @@ class IterationCheckpoint(Checkpoint):
         if best is not None:
             self.best_model_score, self.best_model_path = best["score"], best["path"]
 
+    # --- between iterations ------------------------------------------------------------------------------------------
+
+    def _end_iteration(self, trainer: Trainer, *, evaluated: bool) -> None:
+        stop = self._agreed_signal(trainer)
+        self._monitored.end(trainer, evaluated=evaluated)
+        due = self.iteration == 1 or self.iteration % self.every_n_iterations == 0 or (evaluated and self._is_best)
+        if _is_last_iteration(trainer) or stop or due:
+            self.save(trainer)
+        else:
+            self._capture(trainer)
+        self._may_stop_at_once(trainer)
+        if stop:
+            raise Interrupted(stop, on_every_rank=True)
+
+    def _capture(self, trainer: Trainer) -> None:
+        self._captured = Captured(trainer) if can_capture(trainer.lightning_module) else None
+
+    def _may_stop_at_once(self, trainer: Trainer) -> None:
+        """A signal raises where it finds a single process; several have to agree on the place."""
+        if trainer.world_size == 1 and self._captured is not None:
+            signals().release()
+        else:
+            signals().hold(f"stopping in iteration {self.iteration + 1}; press Ctrl-C again to stop now")
+
+    def _agreed_signal(self, trainer: Trainer) -> int:
+        """The signal that any rank has received, 0 if there was none."""
+        device = trainer.strategy.root_device
+        return int(largest_over_ranks([float(signals().received)], device)[0])
+
+    def _obey_signal(self, trainer: Trainer) -> None:
+        if stop := self._agreed_signal(trainer):
+            raise Interrupted(stop, on_every_rank=True)
+
     # --- saving ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _path(self) -> Path:
+        return self.dirpath / f"iteration_{self.iteration:06d}.ckpt"
 
     def save(self, trainer: Trainer) -> None:
         """Write the checkpoint of this iteration, then remove those that are no longer kept. Called on every rank.
 
         Raises:
-            CheckpointError: on every rank, if the file could not be written.
+            CheckpointError: on every rank, if the file could not be written, or the weights are not finite.
         """
-        path = self.dirpath / f"iteration_{self.iteration:06d}.ckpt"
+        path = self._path
+        if not weights_are_finite(trainer):
+            self._captured = None
+            raise CheckpointError(
+                f"the weights after iteration {self.iteration} are not finite: no checkpoint of them is written. "
+                "Earlier ones are untouched."
+            )
         self._note_best(trainer, path)
         failure: CheckpointError | None = None
         try:
-            trainer.save_checkpoint(path)
+            captured = Captured(trainer)
+            captured.write(trainer, path)
+            self._captured = captured if can_capture(trainer.lightning_module) else None
         except CheckpointError as error:
             failure = error
-            # The writing rank left before the barrier at which the others wait.
-            trainer.strategy.barrier("Trainer.save_checkpoint")
-        message = trainer.strategy.broadcast(str(failure) if failure else None)
+        # Where several processes wait for one another, all of them come here, whether or not theirs was written.
+        messages = gather_objects(str(failure) if failure else None)
+        message = next((text for text in messages if text is not None), None)
         if message is not None:
+            self._captured = None
             raise failure or CheckpointError(message)
+        self._note_saved(trainer, path)
+
+    def _note_saved(self, trainer: Trainer, path: Path) -> None:
         self._saved, self.last_model_path = self.iteration, str(path)
         if trainer.is_global_zero:
             self._remove_old()
@@ -230,20 +323,29 @@ class IterationCheckpoint(Checkpoint):
                     log_checkpoints([str(p) for p in self.checkpoints], latest=str(path), best=self.best_model_path)
 
     def _note_best(self, trainer: Trainer, path: Path) -> None:
-        if self.monitor is None:
-            return
-        value = float(trainer.callback_metrics.get(self.monitor, math.nan))
-        if math.isnan(value):
-            if not self._warned and self.monitor not in trainer.callback_metrics:
-                near = get_close_matches(self.monitor, list(trainer.callback_metrics), n=1)
-                guess = f"did you mean {near[0]}? " if near else ""
-                seen = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
-                rank_zero_warn(f"callbacks.checkpoint.monitor = {self.monitor!r} is not logged; {guess}logged: {seen}")
-                self._warned = True
-            return
-        best = self.best_model_score
-        if best is None or (value > best if self.mode == "max" else value < best):
-            self.best_model_score, self.best_model_path = value, str(path)
+        self._monitored.warn_if_unknown(trainer)
+        if self._is_best:
+            self.best_model_score, self.best_model_path = self._monitored.value, str(path)
+
+    @property
+    def _is_best(self) -> bool:
+        value, best = self._monitored.value, self.best_model_score
+        if value is None or best is None:
+            return value is not None
+        return value > best if self.mode == "max" else value < best
+
+    def _set_aside_later(self) -> None:
+        """Checkpoints from beyond the iteration that is resumed belong to another future."""
+        later = [path for path in self.checkpoints if iteration_of(path) > self.iteration]
+        for path in later:
+            aside = path.with_name(path.name + SET_ASIDE)
+            remove(aside)  # of an earlier resume; a rename does not replace a folder
+            path.rename(aside)
+        if later:
+            rank_zero_warn(
+                f"the run continues from iteration {self.iteration}; {len(later)} checkpoint(s) of later iterations in "
+                f"{self.dirpath} got the ending {SET_ASIDE}. Delete them if they are not needed."
+            )
 
     def _remove_old(self) -> None:
         if self.keep is not None:

@@ -120,32 +120,44 @@ def _train(arguments: list[str]) -> None:
 
     from lightning_rlhf.schema import InputError
     from lightning_rlhf.searchpath import register
+    from lightning_rlhf.sweep import Jobs
 
     refused: list[InputError | RunEnded] = []
 
+    typed, resumption, jobs = arguments, None, Jobs()
+
     @hydra.main(version_base="1.3", config_path="pkg://lightning_rlhf.conf", config_name="train")
     def run(config: DictConfig) -> Any:
+        from lightning_rlhf.recompose import Composition
         from lightning_rlhf.train import train
 
         log_once()
         # Also under hydra.job.chdir=true: relative paths of data and models are those of the command.
         os.chdir(hydra.utils.get_original_cwd())
+        composition = Composition.of_command(typed).of_job()
         try:
-            with _told_without_servers(config.output_dir):
-                return train(config)
+            with jobs.one(), _told_without_servers(config.output_dir):
+                return train(config, resumption=resumption, composition=composition)
         except (InputError, RunEnded) as error:
             refused.append(error)  # raised below: Hydra would print all overrides before the message
 
     register()
+    name = None
     if not any(word.startswith("hydra.run.dir=") for word in arguments) and _several_processes():
         from lightning_rlhf.launch import shared_name
 
-        if name := shared_name():
-            arguments = [f"hydra.run.dir=outputs/{name}", f"hydra.sweep.dir=multirun/{name}", *arguments]
+        name = shared_name()
+    if any(word.startswith("resume=") for word in arguments):
+        from lightning_rlhf.resume import from_command
+
+        arguments, resumption = from_command(arguments, f"outputs/{name}" if name else None)
+    if name and not any(word.startswith("hydra.run.dir=") for word in arguments):
+        arguments = [f"hydra.run.dir=outputs/{name}", f"hydra.sweep.dir=multirun/{name}", *arguments]
     # Hydra's parser stops reading overrides at a flag behind one; flags first, both kinds in their order.
     flags = [word for word in arguments if word.startswith("-") or not ("=" in word or word.startswith("~"))]
     with _argv(["lightning-rlhf", *flags, *(word for word in arguments if word not in flags)]):
         run()
+    jobs.report()
     if refused:
         raise refused[0]
 

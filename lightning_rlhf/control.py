@@ -23,6 +23,12 @@ _WINDOWS = {
 """Verbs that the update obeys at certain points only, and the events in which they may be called."""
 
 
+class TrainingFailed(RuntimeError):
+    """A callback has found the run to be broken, see :meth:`Control.stop_training`. All ranks raise it together."""
+
+    on_every_rank = True
+
+
 @dataclass(frozen=True)
 class Decision:
     """One verb that was called: what, why, and when on both clocks."""
@@ -73,7 +79,8 @@ class Control:
                               ``on_experience_ready`` to ``on_ppo_epoch_end``
     ``stop_epochs``           no further minibatch of this iteration is trained, none at all if it was
                               called before the first
-    ``stop_training``         the run ends after this iteration, checkpoint included
+    ``stop_training``         the run ends after this iteration, checkpoint included; with ``failed=True`` by
+                              :class:`TrainingFailed` and without one
     ========================  ==========================================================================
 
     A verb called where nothing obeys it is refused: kept, it would act on another minibatch; dropped, it would be
@@ -93,6 +100,7 @@ class Control:
         self._rollback_to: Scope = "iteration"
         self._allowed: set[str] = set()
         self._stop_training: str | None = None
+        self._failed = False
 
     # --- verbs -------------------------------------------------------------------------------------------------
 
@@ -127,8 +135,16 @@ class Control:
         if first or wider:
             self._rollback_to = to
 
-    def stop_training(self, reason: str) -> None:
-        self._stop_training = self._stop_training or reason
+    def stop_training(self, reason: str, *, failed: bool = False) -> None:
+        """End the run after this iteration.
+
+        Args:
+            reason: what the user reads.
+            failed: the run is broken, not done: it ends with exit code 1, is tracked as FAILED, and this iteration
+                leaves no checkpoint, so that the newest one is from before. Wins over a stop in good order.
+        """
+        if self._stop_training is None or (failed and not self._failed):
+            self._stop_training, self._failed = reason, failed
         self._call("stop_training", reason)
 
     def _call(self, verb: str, reason: str) -> None:
@@ -176,6 +192,15 @@ class Control:
     def training_stopped(self) -> str | None:
         """Why the run is to end, or ``None``."""
         return self._stop_training
+
+    def raise_if_failed(self) -> None:
+        """End the run if it was said to have failed.
+
+        Raises:
+            TrainingFailed: gives the reason.
+        """
+        if self._failed:
+            raise TrainingFailed(f"iteration {self.iteration}: {self._stop_training}")
 
     def begin_iteration(self, iteration: int) -> None:
         """Forget the verbs, decisions and multipliers of the iteration before."""

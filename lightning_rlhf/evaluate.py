@@ -7,11 +7,11 @@ from contextlib import closing
 from typing import Any
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from lightning_rlhf import schema
+from lightning_rlhf import precision, schema
 from lightning_rlhf.assembly import assemble, load_checkpoint, make_trainer
-from lightning_rlhf.spelling import hint
+from lightning_rlhf.recompose import Composition
+from lightning_rlhf.resume import planned
 
 
 def evaluate_checkpoint(checkpoint: str, overrides: Sequence[str] = ()) -> dict[str, float]:
@@ -19,14 +19,21 @@ def evaluate_checkpoint(checkpoint: str, overrides: Sequence[str] = ()) -> dict[
 
     Args:
         checkpoint: a checkpoint file or a run's folder (its newest whole checkpoint).
-        overrides: ``key=value`` changes of the run's configuration, such as ``data.validation.path=other.jsonl``.
+        overrides: changes of the run's configuration, such as ``data.validation.path=other.jsonl``; options of groups,
+            too (``reward=math``).
 
     Raises:
         InputError: no such checkpoint, or an override that cannot work.
     """
-    path, saved = load_checkpoint(checkpoint)
-    config = override(saved["lightning_rlhf"]["run_config"], overrides)
-    plain = schema.check(OmegaConf.create(config))
+    for text in overrides:  # Hydra's parser has no words for this
+        if not text.partition("=")[1]:
+            raise schema.InputError(f"{text!r} is not allowed: overrides are written key=value")
+    going_on = planned(checkpoint, Composition(tuple(overrides)))
+    path, saved = load_checkpoint(str(going_on.checkpoint))
+    config = going_on.settings_in(going_on.run or going_on.outputs)
+    plain, replaced = precision.fit(schema.check(OmegaConf.create(config)))
+    for text in replaced:
+        print(f"note: {text}")
     parts = assemble(without_reference(plain), warm_up=False)
     parts.module.load_state_dict({k: v for k, v in saved["state_dict"].items() if not k.startswith("reference.")})
     with closing(parts.module.engine):
@@ -38,28 +45,6 @@ def evaluate_checkpoint(checkpoint: str, overrides: Sequence[str] = ()) -> dict[
     for name, value in metrics.items():
         print(f"  {name:<{width}}  {value:.4g}")
     return metrics
-
-
-def override(config: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """The configuration of a run with some of its values changed.
-
-    Raises:
-        InputError: a key that the run's configuration does not have, or a group in place of a value.
-    """
-    node = OmegaConf.create(config)
-    OmegaConf.set_struct(node, True)
-    for text in overrides:
-        key, _, value = text.partition("=")
-        if isinstance(schema.get(config, key), dict):
-            raise schema.InputError(
-                f"{text}: {key} is a block of the run's configuration; change single values, as {key}.<key>={value}"
-            )
-        try:
-            node.merge_with_dotlist([text])
-        except OmegaConfBaseException as error:
-            near = hint(key, [name for name, _ in schema.flatten(config)])
-            raise schema.InputError(f"the run has no key {key!r}" + (f"; {near}" if near else "")) from error
-    return OmegaConf.to_container(node)  # type: ignore[return-value]
 
 
 def without_reference(config: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+import json
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from typing import Any, TypeVar
@@ -33,9 +35,11 @@ class PromptBatch:
     Attributes:
         ids: token ids of each prompt, without padding.
         texts: the rendered prompt texts (for display and rewards, never tokenised again).
-        keys: stable hash of each prompt, see :func:`prompt_key`.
+        keys: stable hash of each prompt's content, see :func:`prompt_key`.
         rows: the data row of each prompt, handed to the rewards.
         passes: how often the data had been gone through when the prompt was drawn (the data epoch).
+        copies: how many earlier rows of the data have the same key; all 0 if not given. Copies of a prompt in one pass
+            have seeds of their own.
     """
 
     ids: list[list[int]]
@@ -43,6 +47,10 @@ class PromptBatch:
     keys: list[str]
     rows: list[dict[str, Any]]
     passes: list[int]
+    copies: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.copies = self.copies or [0] * len(self.ids)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -284,15 +292,42 @@ def split_by_tokens(
         yield index, rows.select(index).cut(prompt, response)
 
 
-def prompt_key(text: str) -> str:
-    """Stable 16-digit hash of a prompt, the same on every machine and in every run."""
-    return hashlib.blake2b(text.encode("utf-8"), digest_size=8).hexdigest()
+def prompt_key(prompt: Any) -> str:
+    """Stable 16-digit hash of a prompt's content: the same on every machine, on every day, with every tokenizer.
 
+    What the data says counts, not what chat template, configured system prompt and tokenizer make of it. Other
+    columns of the row, the order of a message's keys, keys without a value, and Unicode's ways of writing one character
+    (normal form C decides) do not count. A text and one user message of that text are the same prompt.
 
-def sample_seed(seed: int, key: str, sample: int, data_pass: int) -> int:
-    """Seed (63 bits) of one sample: a hash of run seed, prompt key, sample index and data pass.
-
-    It does not depend on the batch, the rank or the iteration, so a sample can be drawn again alone.
+    Args:
+        prompt: text, or a list of chat messages, as it stands in the data.
     """
-    digest = hashlib.blake2b(f"{seed}/{key}/{sample}/{data_pass}".encode(), digest_size=8).digest()
+    content = _canonical(prompt)
+    if isinstance(content, list) and len(content) == 1 and isinstance(content[0], dict):
+        [message] = content
+        if message.keys() == {"role", "content"} and message["role"] == "user":
+            content = message["content"]
+    text = content if isinstance(content, str) else json.dumps(content, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+
+def _canonical(value: Any) -> Any:
+    """Strings in normal form C, mappings without empty entries (Parquet gives every message every key)."""
+    if isinstance(value, str):
+        return unicodedata.normalize("NFC", value)
+    if isinstance(value, Mapping):
+        return {_canonical(str(name)): _canonical(item) for name, item in value.items() if item is not None}
+    if isinstance(value, (list, tuple)):
+        return [_canonical(item) for item in value]
+    return value
+
+
+def sample_seed(seed: int, key: str, sample: int, data_pass: int, copy: int = 0) -> int:
+    """Seed (63 bits) of one sample: a hash of run seed, prompt key, sample index, data pass and copy.
+
+    It does not depend on the batch, the rank or the iteration, so a sample can be drawn again alone. ``copy`` counts
+    earlier rows of the data with the same prompt; the first one's seed does not depend on there being others.
+    """
+    words = f"{seed}/{key}/{sample}/{data_pass}" + (f"/{copy}" if copy else "")
+    digest = hashlib.blake2b(words.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -143,13 +143,14 @@ def main(file: str) -> int:
 
     from lightning_rlhf.noise import quiet
     from lightning_rlhf.rollout.pool import ServersGone
-    from lightning_rlhf.train import train
+    from lightning_rlhf.schema import check
+    from lightning_rlhf.train import run
 
     logging.basicConfig(format="%(message)s", level=logging.INFO if is_first() else logging.WARNING)
     logging.getLogger("lightning").handlers.clear()
     try:
         with quiet():
-            metrics = train(OmegaConf.create(json.loads(Path(file).read_text(encoding="utf-8"))))
+            metrics = run(check(OmegaConf.create(json.loads(Path(file).read_text(encoding="utf-8")))))
     except InputError as error:
         print(f"process {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)
         return 2

@@ -31,9 +31,10 @@ from lightning_rlhf.mixins.alp import ALPMixin
 from lightning_rlhf.mixins.rollout_correction import RolloutCorrectionMixin
 from lightning_rlhf.models import Policy, SharedCritic
 from lightning_rlhf.models.sharding import is_sharded
-from lightning_rlhf.processes import gather_objects, place
+from lightning_rlhf.processes import gather_objects, place, together
 from lightning_rlhf.rewards import CompositeReward
 from lightning_rlhf.rollout import RolloutEngine
+from lightning_rlhf.rollout.binding import end_tokens
 from lightning_rlhf.scoring import compute_advantages, score_experience, score_rewards
 from lightning_rlhf.settings import PPOSettings
 from lightning_rlhf.update import UpdateLoop
@@ -110,6 +111,8 @@ class ActorCriticModule(LightningModule):
         self.control.register("lr_scale", 1.0)
         self.run_config: dict[str, Any] | None = None
         """The resolved configuration as plain containers; travels in the checkpoint."""
+        self.warm_up: dict[str, float] | None = None
+        """What was trained before PPO: supervised steps, peak learning rate, last loss; travels in the checkpoint."""
         self._fingerprint: str | None = None
         self._rollouts = RolloutSource(self)
         self._evaluation = MetricBatch()
@@ -189,12 +192,13 @@ class ActorCriticModule(LightningModule):
         log = self._logbook
         log.begin_iteration()
         self.control.begin_iteration(self.control.iteration + 1)
+        self._set_logger_step(self.control.iteration)
         emit(self, "on_rollout_start", prompts)
         with log.timed("rollout"):
             rollout = self._rollouts.next(prompts)
         emit(self, "on_rollout_end", rollout)
         with log.timed("reward"):
-            experience = self.score_rewards(prompts, rollout)
+            experience = together(partial(self.score_rewards, prompts, rollout))
         with log.timed("score"):
             self.score_experience(experience)
             metrics = self.prepare_experience(experience) or MetricBatch()
@@ -213,6 +217,7 @@ class ActorCriticModule(LightningModule):
         numbers |= self._update_loop.metrics.compute() | self.update_metrics()
         numbers |= {"data/pass": max(prompts.passes), "rollout/drawn_late": float(self._rollouts.drawn_late)}
         log.write(numbers, update)
+        self.control.raise_if_failed()
         if self.control.training_stopped:
             self.trainer.should_stop = True
 
@@ -246,7 +251,8 @@ class ActorCriticModule(LightningModule):
 
     def score_rewards(self, prompts: PromptBatch, rollout: Rollout) -> Experience:
         """Experience with texts, scores ``[B]`` and the terms they consist of."""
-        return score_rewards(self.reward, self.tokenizer, prompts, rollout)
+        ends = end_tokens(self.actor.lm, self.tokenizer)
+        return score_rewards(self.reward, self.tokenizer, prompts, rollout, ends)
 
     def score_experience(self, experience: Experience) -> None:
         """Old and reference log-probabilities, entropy and values of every response token, without gradient.
@@ -313,6 +319,7 @@ class ActorCriticModule(LightningModule):
         """Outside of training the engine does not have these weights yet; inside they came after the last update."""
         if self.trainer.state.fn != TrainerFn.FITTING or self.trainer.sanity_checking:
             self.engine.update_weights(self.control.iteration)
+        self._set_logger_step(self.control.iteration)
 
     def on_validation_epoch_start(self) -> None:
         """Begin a new evaluation."""
@@ -400,6 +407,7 @@ class ActorCriticModule(LightningModule):
             group["initial_lr"] = fresh["lr"]
             group["betas"], group["eps"] = self.settings.optimizer.betas, self.settings.optimizer.eps
         self.engine.update_weights(self.control.iteration)
+        self._set_logger_step(self.control.iteration + 1)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Control, counters and configuration; of a frozen reference only the fingerprint, its weights never change."""
@@ -408,6 +416,7 @@ class ActorCriticModule(LightningModule):
             "update": self._update_loop.state_dict(),
             "progress": dict(self._logbook.progress),
             "run_config": self.run_config,
+            "warm_up": self.warm_up,
             "reference_fingerprint": self._reference_fingerprint(),
             "rollout_ahead": gather_objects(self._rollouts.state_dict()),
         }
@@ -438,6 +447,10 @@ class ActorCriticModule(LightningModule):
         return self._fingerprint
 
     # --- helpers -------------------------------------------------------------------------------------------------
+
+    def _set_logger_step(self, iteration: int) -> None:
+        """The step at which Lightning hands logged values to loggers: it counts batches from 0, we iterations from 1."""
+        self.trainer.fit_loop.epoch_loop._batches_that_stepped = iteration
 
     def _aggregation(self, minibatch: MiniBatch) -> dict[str, Any]:
         return {

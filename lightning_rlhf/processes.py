@@ -37,7 +37,7 @@ def together(work: Callable[[], _Object]) -> _Object:
         What this rank's ``work`` returned.
 
     Raises:
-        Exception: that of the first rank where there was one.
+        Exception: that of the first rank where there was one, with an attribute ``on_every_rank`` that is true.
     """
     if place()[1] == 1:
         return work()
@@ -53,7 +53,9 @@ def together(work: Callable[[], _Object]) -> _Object:
         raise own or broken from None
     for rank, first in enumerate(errors):
         if first is not None:
-            raise own if own is not None and rank == place()[0] else first
+            error = own if own is not None and rank == place()[0] else first
+            error.on_every_rank = True  # type: ignore[attr-defined]
+            raise error
     return result
 
 

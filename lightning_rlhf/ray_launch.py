@@ -25,6 +25,7 @@ from lightning_rlhf.checkpoint import latest_valid
 from lightning_rlhf.noise import log_once, quiet, quiet_ray
 from lightning_rlhf.parallel import gather_objects
 from lightning_rlhf.ray_settings import DEVICES, RaySettings
+from lightning_rlhf.reporting import tracked as of_earlier
 from lightning_rlhf.schema import InputError, check
 from lightning_rlhf.settings import build
 
@@ -240,8 +241,8 @@ def _continued(config: dict[str, Any], before: Mapping[str, int]) -> dict[str, A
     checkpoint, tracked = gather_objects((checkpoint, str(folder / RUN_RECORD) in new))[0]  # the first decides for all
     if checkpoint is not None:
         config["resume"] = checkpoint
-    if tracked and (config.get("logger") or {}).get("resume_from", ".") is None:
-        config["logger"]["resume_from"] = str(folder)
+    if tracked:
+        config["logger"] = of_earlier(config.get("logger"), resume_from=str(folder))
     return config
 
 

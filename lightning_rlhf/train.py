@@ -2,48 +2,100 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+import shutil
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 from lightning import Trainer
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from lightning_rlhf import launch, schema
+from lightning_rlhf import launch, precision, run_folder, schema, warmup
 from lightning_rlhf.assembly import Parts, assemble, building, find_checkpoint, make_trainer
 from lightning_rlhf.checkpoint import latest_valid
-from lightning_rlhf.reporting import RLMLFlowLogger
+from lightning_rlhf.recompose import Composition
+from lightning_rlhf.reporting import log_config, tell
+from lightning_rlhf.resume import Resumption, planned, planned_from, read_settings, value_in
 
 
-def train(config: DictConfig) -> dict[str, float]:
+def train(
+    config: DictConfig, *, resumption: Resumption | None = None, composition: Composition | None = None
+) -> dict[str, float]:
     """Run one training from a composed configuration.
 
     Args:
-        config: as composed by Hydra from ``conf/train.yaml``.
+        config: as composed by Hydra from ``conf/train.yaml``. With ``resume`` in it the run goes on under its own
+            settings, changed by what differs here from the shipped defaults.
+        resumption: how to go on, where that is planned already; then only the folder is taken from ``config``.
+        composition: the overrides that ``config`` was composed from, for whoever goes on with this run.
 
     Returns:
         The last value of every metric; those of the held-out prompts (``eval/...``) are from after training.
 
     Raises:
         ConfigError: the configuration cannot work; nothing was started.
-        InputError: a part cannot be built as configured (a malformed data row, a missing package, ...).
+        InputError: a part cannot be built as configured (a malformed data row, a missing package, ...); the folder
+            belongs to another run, or one is at work in it.
     """
-    plain = schema.check(config)
-    if plain["trainer"].get("ray") is not None:
-        with building("trainer.ray"):
-            from lightning_rlhf import ray_launch
-        return ray_launch.start(plain)
-    processes = launch.local_devices(plain)
-    if processes > 1 and not launch.started_outside():
-        return launch.start(plain, processes)
-    return run(plain)
+    resumption = resumption or _planned(config, composition)
+    if resumption is None:
+        plain = schema.check(config) | {"resume": None}
+    else:
+        folder = value_in(config, "output_dir") or resumption.run or resumption.checkpoint.parent
+        plain = schema.check(OmegaConf.create(resumption.settings_in(folder)))
+    with ExitStack() as locks:
+        if launch.is_first():
+            _begin(plain, resumption, composition or Composition(), locks)
+        if plain["trainer"].get("ray") is not None:
+            with building("trainer.ray"):
+                from lightning_rlhf import ray_launch
+            return ray_launch.start(plain)
+        processes = launch.local_devices(plain)
+        if processes > 1 and not launch.started_outside():
+            return launch.start(plain, processes)
+        return run(plain)
+
+
+def _planned(config: DictConfig, composition: Composition | None) -> Resumption | None:
+    if config.get("resume") == "latest":
+        folder = value_in(config, "output_dir")
+        if folder is not None and Path(folder).absolute() in run_folder.claimed:
+            shutil.rmtree(folder)
+            raise schema.InputError(
+                "resume = 'latest' is not allowed in a folder that is new at every start: give the run a folder, "
+                "hydra.run.dir=FOLDER (hydra.sweep.dir=FOLDER for a sweep), or name the run, resume=FOLDER"
+            )
+        found = None if folder is None else latest_valid(Path(folder) / "checkpoints")
+        if found is None:
+            if launch.is_first():
+                print(f"no checkpoint in {folder}: starting afresh")
+            return None
+        config = OmegaConf.merge(config, {"resume": str(found)})  # type: ignore[assignment]
+    if config.get("resume") is None:
+        return None
+    return planned(str(config.resume), composition) if composition is not None else planned_from(config)
+
+
+def _begin(plain: dict[str, Any], resumption: Resumption | None, composition: Composition, locks: ExitStack) -> None:
+    """The folder is this run's alone; the start is noted there and said here."""
+    folder = Path(plain["output_dir"])
+    locks.enter_context(run_folder.locked(folder))
+    if resumption is None:
+        run_folder.refuse_a_second_run(folder, schema.get(plain, "callbacks.checkpoint.dirpath"))
+        run_folder.note_start(folder, {"typed": list(composition.overrides), **composition.plain()})
+        return
+    if resumption.run is not None and not resumption.branch and resumption.run != folder.absolute():
+        locks.enter_context(run_folder.locked(resumption.run))
+    run_folder.note_start(folder, resumption.record(), plain)
+    print("\n".join(resumption.lines(folder)), flush=True)
 
 
 def run(plain: dict[str, Any]) -> dict[str, float]:
     """The training in one process, alone or beside others that do the same.
 
     Args:
-        plain: as :func:`lightning_rlhf.schema.check` returns it.
+        plain: as :func:`lightning_rlhf.schema.check` returns it; ``resume`` is a checkpoint or null.
 
     Returns:
         As :func:`train`.
@@ -51,18 +103,16 @@ def run(plain: dict[str, Any]) -> dict[str, float]:
     Raises:
         InputError: a part cannot be built as configured.
     """
+    plain, replaced = precision.fit(plain)
     if launch.is_first():
-        introduce(plain)
-    checkpoint = checkpoint_to_resume(plain)
-    if checkpoint is not None and (plain.get("logger") or {}).get("resume_from", ".") is None:
-        in_run = checkpoint.parent.name == "checkpoints"
-        plain["logger"]["resume_from"] = str(checkpoint.parent.parent if in_run else checkpoint.parent)
+        introduce(plain, replaced)
+    checkpoint = None if plain["resume"] is None else find_checkpoint(plain["resume"])
     parts = assemble(plain)
     with closing(parts.module.engine):
         trainer = make_trainer(plain)
-        for logger in trainer.loggers:
-            if isinstance(logger, RLMLFlowLogger):
-                logger.log_config(plain)
+        if checkpoint is not None:
+            tell(trainer.loggers, "log_start", read_settings(checkpoint)[1])
+        log_config(trainer.loggers, plain)
         # A resumed run has its weights only once fit begins.
         before = held_out(trainer, parts) if checkpoint is None else {}
         trainer.fit(parts.module, datamodule=parts.datamodule, ckpt_path=checkpoint, weights_only=True)
@@ -73,26 +123,15 @@ def run(plain: dict[str, Any]) -> dict[str, float]:
         return metrics | after
 
 
-def introduce(config: dict[str, Any]) -> None:
+def introduce(config: dict[str, Any], replaced: Sequence[precision.Replaced] = ()) -> None:
     """What a user should know before the work starts."""
-    for text in schema.warnings(config):
+    for text in [*replaced, *schema.warnings(config)]:
         print(f"note: {text}")
+    if config.get("warmup"):
+        print(warmup.announcement(config["warmup"]))
     batch = schema.arithmetic(config)
     if batch is not None:  # an engine or data module of one's own may name its sizes otherwise
         print(batch, flush=True)
-
-
-def checkpoint_to_resume(config: dict[str, Any]) -> Path | None:
-    """The checkpoint that ``resume`` names; ``latest`` in a folder without one is a fresh start."""
-    if config["resume"] is None:
-        return None
-    if config["resume"] == "latest":
-        found = latest_valid(Path(config["output_dir"]) / "checkpoints")
-    else:
-        found = find_checkpoint(config["resume"])
-    if launch.is_first():
-        print(f"resuming from {found}" if found else f"no checkpoint in {config['output_dir']}: starting afresh")
-    return found
 
 
 def held_out(trainer: Trainer, parts: Parts) -> dict[str, float]:
@@ -111,8 +150,4 @@ def closing_lines(parts: Parts, trainer: Trainer, before: dict[str, float], afte
     if parts.module.control.training_stopped:
         lines.append(f"stopped early: {parts.module.control.training_stopped}")
     lines.append(f"output folder: {trainer.default_root_dir}")
-    for logger in trainer.loggers:
-        if isinstance(logger, RLMLFlowLogger):
-            lines.append(f"MLflow run {logger.run_id} in {logger.tracking_uri}")
-            lines.append(f"to look at it: {logger.ui_command}")
-    return lines
+    return lines + [line for told in tell(trainer.loggers, "closing_lines") for line in told]

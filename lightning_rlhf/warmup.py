@@ -1,4 +1,8 @@
-"""Supervised warm-up: a freshly built model learns the task's format before PPO, so that some answers earn a reward."""
+"""Supervised warm-up: a freshly built model learns the task's format before PPO, so that some answers earn a reward.
+
+It is computed in float32 whatever the weights are stored in: in float16 Adam's epsilon of 1e-8 is 0, and a step divides
+by it.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,8 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +31,11 @@ from lightning_rlhf.models import LoadedModel, fingerprint
 log = logging.getLogger(__name__)
 
 IGNORE = -100
+
+RATE_WANTED = (
+    "the learning rate of the supervised warm-up has to be named, such as warmup.lr=1e-5 for a pre-trained model "
+    "(warmup=none takes no such steps)"
+)
 
 
 @dataclass(frozen=True)
@@ -51,7 +61,7 @@ def warm_up(
     *,
     steps: int,
     batch_size: int,
-    lr: float,
+    lr: float | None,
     target: float | None = None,
     answer_field: str = "answer",
     cache_dir: str | Path | None = None,
@@ -67,17 +77,21 @@ def warm_up(
         datamodule: gives the training prompts.
         steps: optimiser steps at most.
         batch_size: rows per step.
-        lr: peak learning rate of AdamW; it decays to 0 on a cosine over ``steps``.
+        lr: peak learning rate of AdamW; it decays to 0 on a cosine over ``steps``. ``None`` is refused: what suits a
+            random model destroys a pre-trained one.
         target: stop as soon as the mean loss of a step is below this; ``None`` runs all steps.
         answer_field: column of the answer.
         cache_dir: folder of the cache; ``None`` is ``$LIGHTNING_RLHF_CACHE`` or ``~/.cache/lightning_rlhf``.
         seed: of the order of the rows.
 
     Raises:
-        ValueError: a setting is out of range, or a training row has no answer.
+        ValueError: a setting is out of range, a training row has no answer, or loss or weights became NaN or infinite;
+            such weights are not kept.
     """
+    if lr is None:
+        raise ValueError(f"warmup.lr = None is not allowed: {RATE_WANTED}")
     for name, value in (("steps", steps), ("batch_size", batch_size), ("lr", lr), ("target", target)):
-        if value is not None and not value > 0:
+        if value is not None and not 0 < value < math.inf:
             raise ValueError(f"warmup.{name} = {value!r} is not allowed: a number > 0")
     rows = encode(datamodule.train_prompts, loaded, answer_field)
     settings = {"steps": steps, "batch_size": batch_size, "lr": lr, "target": target, "seed": seed}
@@ -86,7 +100,11 @@ def warm_up(
     if found is not None:
         log.info("warm-up: %d steps, loss %.3f (cached in %s)", found.steps, found.loss, path)
         return found
-    taken, loss = fit(loaded.lm, rows, steps=steps, batch_size=batch_size, lr=lr, target=target, seed=seed)
+    with in_float32(loaded.lm):
+        taken, loss = fit(loaded.lm, rows, steps=steps, batch_size=batch_size, lr=lr, target=target, seed=seed)
+    if broken := not_finite(loaded.lm):
+        dtype = str(loaded.lm.dtype).removeprefix("torch.")
+        raise ValueError(f"warmup.lr = {lr}: after {taken} steps {broken} holds NaN or infinite weights in {dtype}")
     _save(loaded.lm, path, taken, loss)
     log.info("warm-up: %d steps, loss %.3f (kept in %s)", taken, loss, path)
     return WarmUp(taken, loss, cached=False, path=path)
@@ -107,6 +125,15 @@ def encode(prompts: Sequence[Prompt], loaded: LoadedModel, answer_field: str) ->
     return [([*p.ids, *ids, end], len(p.ids)) for p, ids in zip(prompts, encoded, strict=True)]
 
 
+def announcement(settings: Mapping[str, Any]) -> str:
+    """One line that cannot be overlooked: what is about to be trained before PPO, and how to leave it out."""
+    given = {name: settings.get(name, "?") for name in ("steps", "batch_size", "lr")}
+    return (
+        f"SUPERVISED WARM-UP BEFORE PPO: up to {given['steps']} steps of {given['batch_size']} rows at learning rate "
+        f"{given['lr']} on the answers of the training rows (warmup=none leaves it out)"
+    )
+
+
 def fit(
     lm: PreTrainedModel,
     rows: Sequence[tuple[list[int], int]],
@@ -117,7 +144,11 @@ def fit(
     target: float | None,
     seed: int,
 ) -> tuple[int, float]:
-    """Train ``lm`` in place; returns the steps taken and the mean loss of the last one."""
+    """Train ``lm`` in place; returns the steps taken and the mean loss of the last one.
+
+    Raises:
+        ValueError: a loss is NaN or infinite.
+    """
     optimizer = torch.optim.AdamW([p for p in lm.parameters() if p.requires_grad], lr=lr, weight_decay=0.0)
     generator = torch.Generator().manual_seed(seed)
     order: list[int] = []
@@ -125,7 +156,7 @@ def fit(
     step = 0
     training = lm.training
     lm.train()
-    while step < steps and (target is None or loss >= target):
+    while step < steps and not (target is not None and loss < target):
         while len(order) < batch_size:
             order += torch.randperm(len(rows), generator=generator).tolist()
         chosen, order = order[:batch_size], order[batch_size:]
@@ -138,8 +169,29 @@ def fit(
         optimizer.zero_grad(set_to_none=True)
         loss = loss_tensor.item()
         step += 1
+        if not math.isfinite(loss):
+            lm.train(training)
+            raise ValueError(f"warmup.lr = {lr}: the loss of step {step} is {loss}; a smaller rate, or other answers")
     lm.train(training)
     return step, loss
+
+
+@contextmanager
+def in_float32(lm: PreTrainedModel) -> Iterator[None]:
+    """Parameters are float32 inside and have their own dtypes again afterwards."""
+    before = {name: parameter.dtype for name, parameter in lm.named_parameters()}
+    try:
+        for parameter in lm.parameters():
+            parameter.data = parameter.data.float()
+        yield
+    finally:
+        for name, parameter in lm.named_parameters():
+            parameter.data = parameter.data.to(before[name])
+
+
+def not_finite(lm: PreTrainedModel) -> str | None:
+    """Name of the first parameter that holds NaN or an infinity; ``None`` if there is none."""
+    return next((name for name, p in lm.named_parameters() if not bool(p.detach().isfinite().all())), None)
 
 
 def answer_loss(lm: PreTrainedModel, rows: Sequence[tuple[list[int], int]]) -> Tensor:
@@ -199,6 +251,8 @@ def _load(lm: PreTrainedModel, path: Path) -> WarmUp | None:
                 parameter.copy_(file.get_tensor(name))
         if fingerprint(lm) != metadata["fingerprint"]:
             raise ValueError("its weights are not those that were written")
+        if broken := not_finite(lm):
+            raise ValueError(f"{broken} holds NaN or infinite weights")
         return WarmUp(int(metadata["steps"]), float(metadata["loss"]), cached=True, path=path)
     except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
         log.warning("warm-up: the cache file %s cannot be used (%s) and is made anew", path, error)

@@ -168,9 +168,9 @@ def disk_full_after(size: int) -> Iterator[None]:
 
 def test_counts_iterations_whatever_the_number_of_updates(tmp_path: Path) -> None:
     fit(IterationCheckpoint(tmp_path, every_n_iterations=3, keep=None))
-    assert names(tmp_path) == files(3, 6, 8)  # 8 is the end of the run
+    assert names(tmp_path) == files(1, 3, 6, 8)  # 1 is the first, 8 the end of the run
     steps = [torch.load(tmp_path / name, weights_only=True)["global_step"] for name in names(tmp_path)]
-    assert steps == [8 + 5 + 8, 8 + 5 + 8 + 3 + 8 + 2, sum(UPDATES[:8])]
+    assert steps == [8, 8 + 5 + 8, 8 + 5 + 8 + 3 + 8 + 2, sum(UPDATES[:8])]
 
 
 def test_lightnings_own_trigger_misses_iterations(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_keeps_the_best_of_a_metric(tmp_path: Path) -> None:
 
 def test_smallest_is_best_in_mode_min(tmp_path: Path) -> None:
     fit(IterationCheckpoint(tmp_path, every_n_iterations=2, keep=1, monitor="score", mode="min"))
-    assert names(tmp_path) == files(6, 8)
+    assert names(tmp_path) == files(1, 8)
 
 
 def test_misspelt_monitor_is_named_with_the_nearest_metric(tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_two_triggers_side_by_side(tmp_path: Path) -> None:
     recent = IterationCheckpoint(tmp_path / "recent", every_n_iterations=2, keep=1)
     archive = IterationCheckpoint(tmp_path / "archive", every_n_iterations=3, keep=None)
     fit(recent, archive, batches=7)
-    assert names(tmp_path / "recent") == files(7) and names(tmp_path / "archive") == files(3, 6, 7)
+    assert names(tmp_path / "recent") == files(7) and names(tmp_path / "archive") == files(1, 3, 6, 7)
 
 
 @pytest.mark.parametrize(
@@ -380,7 +380,7 @@ def test_failed_write_leaves_the_previous_checkpoint_and_ends_the_run(tmp_path: 
             fit(IterationCheckpoint(tmp_path / "a", every_n_iterations=2), module=module)
     finally:
         limit.__exit__(None, None, None)
-    assert names(tmp_path / "a") == files(2)
+    assert names(tmp_path / "a") == files(1, 2)
     assert latest_valid(tmp_path / "a") == tmp_path / "a" / files(2)[0]
 
 

@@ -106,9 +106,6 @@ def test_manifest_names_every_file(two: list[Path]) -> None:
 
 
 def test_folders_are_removed_and_set_aside(two: list[Path], tmp_path: Path) -> None:
-    class Alone:
-        is_global_zero = True
-
     callback = IterationCheckpoint(two[0].parent, keep=1)
     leftover = two[0].with_name(".iteration_000009.ckpt.partial")
     leftover.mkdir()
@@ -118,7 +115,7 @@ def test_folders_are_removed_and_set_aside(two: list[Path], tmp_path: Path) -> N
     aside = two[1].with_name(two[1].name + ".set_aside")
     aside.mkdir()  # of an earlier resume
     (aside / "old").touch()
-    callback.on_train_start(Alone(), None)
+    callback._set_aside_later()
     assert callback.checkpoints == []
     assert (aside / "manifest.json").is_file() and not (aside / "old").exists()
     assert latest_valid(two[0].parent) is None

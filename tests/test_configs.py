@@ -50,7 +50,8 @@ GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir() and not pa
 
 def test_groups_are_those_of_the_defaults_list():
     defaults = yaml.safe_load((CONF / "train.yaml").read_text(encoding="utf-8"))["defaults"]
-    assert sorted(name for entry in defaults if isinstance(entry, dict) for name in entry) == GROUPS
+    names = [name for entry in defaults if isinstance(entry, dict) for name in entry]
+    assert sorted(name.removeprefix("optional ") for name in names) == GROUPS
 
 
 def needs_file(tmp_path: Path, kind: str) -> Path:
@@ -142,6 +143,8 @@ def what_it_needs(group: str, option: str, tmp_path: Path) -> list[str]:
         pytest.importorskip("peft")
     if (group, option) == ("alp", "moe"):
         return ["model=hf", f"model.source.path={needs_mixture(tmp_path)}"]
+    if (group, option) == ("warmup", "sft"):
+        return ["warmup.lr=1e-3"]
     if group == "reward" and option == "reward_model":
         return [f"reward.terms.reward_model.reward.path={needs_reward_model(tmp_path)}"]
     if group == "reward" and option == "math":

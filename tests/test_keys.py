@@ -205,6 +205,7 @@ SEEN_OTHERWISE = {
     "rollout.max_staleness",  # rollout/test_ahead.py: a stale rollout is drawn again
     "model.policy.npu_fused",  # accelerators/test_npu_fused.py: layers are exchanged
     "trainer.accelerator",  # test_cli.py: an unknown one is refused
+    "unsupported_precision",  # test_precision.py: what happens without the arithmetic
     "trainer.devices",  # test_schema.py: anything but one is refused
 }
 """Keys with a test of their own, here or where the comment says."""

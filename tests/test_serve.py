@@ -10,6 +10,9 @@ from transformers import AutoConfig, AutoTokenizer
 
 from lightning_rlhf import cli, schema, serve
 from lightning_rlhf.models import build_tiny
+from lightning_rlhf.rollout import door
+
+SECRET = "not-a-guess-0123456789"
 
 
 @pytest.fixture
@@ -19,6 +22,8 @@ def executed(monkeypatch, tmp_path) -> list[tuple[list[str], dict[str, str]]]:
     monkeypatch.setattr(os, "execve", lambda path, arguments, environment: calls.append((arguments, environment)))
     monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in (door.TOKEN, door.TOKEN_FILE):
+        monkeypatch.delenv(name, raising=False)
     return calls
 
 
@@ -26,7 +31,8 @@ def option(arguments: list[str], name: str) -> str:
     return arguments[arguments.index(name) + 1]
 
 
-def test_it_matches_the_run(executed, capsys):
+def test_it_matches_the_run(executed, capsys, monkeypatch):
+    monkeypatch.setenv(door.TOKEN, SECRET)
     words = ["port=8123", "host=0.0.0.0", "enforce_eager=true", "seed=5", "rollout.max_new_tokens=9"]
     assert cli.main(["serve", *words, "data.max_prompt_tokens=11", "--", "--max-num-seqs", "7"]) == 0
     [(arguments, environment)] = executed
@@ -39,7 +45,11 @@ def test_it_matches_the_run(executed, capsys):
     assert {name: option(arguments, name) for name in expected} == expected
     assert "--enable-scale-out" in arguments and "--enforce-eager" in arguments
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"
-    assert "VLLM_SERVER_DEV_MODE=1" in capsys.readouterr().out
+    assert environment[door.WEIGHTS_FROM] == "127.0.0.1"
+    assert environment[door.TOKEN] == SECRET and SECRET not in str(arguments)
+    printed = capsys.readouterr().out
+    assert "VLLM_SERVER_DEV_MODE=1" in printed and SECRET not in printed
+    assert arguments[-2:] == ["--middleware", door.MIDDLEWARE], "the last one is the outermost"
     folder = option(arguments, "--model")
     assert AutoConfig.from_pretrained(folder).architectures == ["LlamaForCausalLM"]
     assert AutoTokenizer.from_pretrained(folder)("1+2=").input_ids == [3, 12, 4, 15]
@@ -76,6 +86,10 @@ def test_models_with_the_same_outline_share_a_folder(tmp_path):
 @pytest.mark.parametrize(
     ("word", "message"),
     [
+        ("host=0.0.0.0", "host = '0.0.0.0' is not allowed without a token"),
+        ("host=gpu1", "host = 'gpu1' is not allowed without a token"),
+        ("token_file=/no/such/file", "the token file /no/such/file cannot be read"),
+        ("weights_from=http://a:1", "weights_from = 'http://a:1' is not allowed: host or host:port"),
         ("port=http", "port = 'http' is not allowed"),
         ("tensor_parallel_size=0", "tensor_parallel_size = '0' is not allowed"),
         ("enforce_eager=yes", "enforce_eager = 'yes' is not allowed: true or false"),
@@ -94,7 +108,38 @@ def test_without_vllm_it_says_what_to_install(executed, monkeypatch, capsys):
     assert "pip install lightning-rlhf[vllm]" in capsys.readouterr().err and not executed
 
 
-def test_the_shipped_configuration_of_the_engine(compose):
+def test_token_and_source_of_the_weights_reach_the_server(executed, tmp_path, monkeypatch, capsys):
+    file = tmp_path / "token"
+    file.write_text(SECRET)
+    file.chmod(0o600)
+    run = ["rollout=vllm_server", "rollout.weights_host=10.0.0.1", "rollout.weights_port=7000"]
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["serve", "host=0.0.0.0", "token_file=token", *run]) == 0
+    assert cli.main(["serve", "host=0.0.0.0", f"rollout.token_file={file}", *run, "weights_from=10.0.0.2"]) == 0
+    monkeypatch.setenv(door.TOKEN_FILE, str(file))
+    assert cli.main(["serve", "host=0.0.0.0"]) == 0
+    assert [environment[door.TOKEN_FILE] for _, environment in executed] == [str(file)] * 3
+    assert [environment[door.WEIGHTS_FROM] for _, environment in executed] == [
+        *("10.0.0.1:7000", "10.0.0.2", "127.0.0.1")
+    ]
+    assert SECRET not in capsys.readouterr().out + str([arguments for arguments, _ in executed])
+    file.chmod(0o644)
+    assert cli.main(["serve"]) == 2
+    assert "has mode 0644" in capsys.readouterr().err
+
+
+def test_the_address_cannot_be_changed_behind_its_back(executed, capsys):
+    for word in ("--host=0.0.0.0", "--host", "--api-key", "--api_key=x"):
+        assert cli.main(["serve", "--", word, "0.0.0.0"]) == 2
+        assert "is not allowed after --" in capsys.readouterr().err
+    assert not executed
+    assert cli.main(["serve", "--", "--middleware", "mine.Own", "--hos", "0.0.0.0"]) == 0
+    [(arguments, _)] = executed
+    assert arguments[-4:] == ["--host", "127.0.0.1", "--middleware", door.MIDDLEWARE]
+
+
+def test_the_shipped_configuration_of_the_engine(compose, monkeypatch):
+    monkeypatch.setenv(door.TOKEN, SECRET)
     from lightning_rlhf.assembly import make
     from lightning_rlhf.rollout import VLLMServerEngine
 

@@ -169,3 +169,107 @@ def test_bad_settings(loaded, datamodule, tmp_path, name):
 def test_row_without_answer(loaded, datamodule, tmp_path):
     with pytest.raises(ValueError, match=r"warmup\.answer_field = 'solution'"):
         run(loaded, datamodule, tmp_path, answer_field="solution")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_low_precision_weights_are_warmed_up_in_float32(datamodule, tmp_path, dtype):
+    loaded = build_tiny("0123456789+=", hidden_size=32, layers=1, heads=2, max_positions=16, dtype=dtype)
+    result, _ = run(loaded, datamodule, tmp_path, steps=60, target=2.0)
+    assert 2 < result.steps < 60, "in float16 the loss of step 2 was NaN, which counted as the target reached"
+    assert result.loss < 2.0
+    fresh = LoadedModel(copy.deepcopy(loaded.lm), loaded.tokenizer, loaded.source)
+    again = warmup.warm_up(fresh, datamodule, cache_dir=tmp_path, **{**SETTINGS, "steps": 60, "target": 2.0})
+    assert again.cached
+    assert fresh.lm.dtype == getattr(torch, dtype)
+    assert all(parameter.isfinite().all() for parameter in fresh.lm.parameters())
+
+
+@pytest.mark.parametrize("target", [None, 2.0])
+def test_a_loss_that_is_not_finite_ends_it_and_nothing_is_kept(loaded, datamodule, tmp_path, monkeypatch, target):
+    real, steps = warmup.answer_loss, []
+
+    def breaks(lm, rows):
+        steps.append(1)
+        return real(lm, rows) * (float("nan") if len(steps) == 2 else 1.0)
+
+    monkeypatch.setattr(warmup, "answer_loss", breaks)
+    with pytest.raises(ValueError, match=r"warmup\.lr = 0\.01: the loss of step 2 is nan"):
+        run(loaded, datamodule, tmp_path, target=target)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_that_overflow_their_dtype_are_not_kept(datamodule, tmp_path):
+    loaded = build_tiny("0123456789+=", hidden_size=32, layers=1, heads=2, max_positions=16, dtype="float16")
+    with pytest.raises(
+        ValueError, match=r"warmup\.lr = 1000000\.0: after 1 steps .* NaN or infinite weights in float16"
+    ):
+        run(loaded, datamodule, tmp_path, steps=1, lr=1e6)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_broken_weights_in_the_cache_are_not_used(loaded, datamodule, tmp_path, caplog):
+    """As an earlier version wrote them, with a fingerprint that fits."""
+    first, trained = run(loaded, datamodule, tmp_path)
+    broken = copy.deepcopy(loaded.lm)
+    with torch.no_grad():
+        next(broken.parameters()).fill_(float("nan"))
+    warmup._save(broken, first.path, 2, float("nan"))
+    with caplog.at_level(logging.WARNING):
+        second, again = run(loaded, datamodule, tmp_path)
+    assert "holds NaN or infinite weights" in caplog.text
+    assert not second.cached and again == trained
+
+
+def test_broken_weights_are_not_blamed_on_the_architecture(loaded):
+    from lightning_rlhf.models.actor import verify_head
+
+    with torch.no_grad():
+        loaded.lm.lm_head.weight[3, 3] = float("nan")
+    with pytest.raises(ValueError, match=r"^the model's logits are not finite: lm_head\.weight holds NaN"):
+        verify_head(loaded.lm)
+
+
+def test_it_comes_with_the_tiny_model_and_its_task_only(compose):
+    assert compose().warmup.lr == compose("experiment=quickstart").warmup.lr == 2e-3
+    assert not compose("warmup=none").warmup
+    rows = ["data=jsonl", "data.train.path=prompts.jsonl"]
+    for others in (["model=hf"], ["model=hf_lora"], ["model=smollm2"], ["experiment=smollm2_arithmetic"], rows):
+        assert compose(*others).warmup is None
+    assert compose("model=hf", *rows).warmup is None
+
+
+def test_a_warm_up_that_is_asked_for_wants_its_rate(compose):
+    from lightning_rlhf import schema
+
+    with pytest.raises(schema.ConfigError) as refused:
+        schema.check(compose("warmup=sft"))
+    assert [(problem.key, problem.value) for problem in refused.value.problems] == [("warmup.lr", None)]
+    assert schema.check(compose("warmup=sft", "warmup.lr=1e-5"))["warmup"]["lr"] == 1e-5
+
+
+def test_what_was_trained_before_ppo_is_said_and_in_the_checkpoint(compose, tiny_run, tmp_path, capsys):
+    from lightning_rlhf.train import train
+
+    usual = [word for word in tiny_run if not word.startswith("warmup=")]
+    short = ["warmup.steps=3", f"warmup.cache_dir={tmp_path}", "logger=none", "data.validation.size=4"]
+    train(compose(*usual, *short))
+    said = [line for line in capsys.readouterr().out.splitlines() if "WARM-UP" in line]
+    assert len(said) == 1
+    assert "up to 3 steps of 64 rows at learning rate 0.002" in said[0]
+    saved = torch.load(tmp_path / "checkpoints" / "iteration_000001.ckpt", weights_only=True)
+    assert (saved["lightning_rlhf"]["warm_up"]["steps"], saved["lightning_rlhf"]["warm_up"]["lr"]) == (3, 2e-3)
+
+
+def test_a_recipe_gives_way_to_the_command_line_and_to_an_experiment(compose):
+    """And none comes with a pre-trained model."""
+    quick = compose()
+    assert (quick.data.prompts_per_iteration, quick.rollout.max_new_tokens) == (512, 5)
+    changed = compose("iterations=7", "rollout.max_new_tokens=9", "module.kl.coefficient=0.5", "warmup.steps=3")
+    seen = (changed.iterations, changed.rollout.max_new_tokens, changed.module.kl.coefficient, changed.warmup.steps)
+    assert seen == (7, 9, 0.5, 3)
+    runaway = compose("experiment=runaway")
+    assert (runaway.iterations, runaway.data.prompts_per_iteration) == (40, 256), "the experiment's, not the recipe's"
+    assert runaway.rollout.max_new_tokens == 5, "the recipe's, as the experiment does not say"
+    own = compose("model=hf")
+    seen = (own.module["update"].minibatch_size, own.module.loss.entropy_coefficient, own.rollout.max_new_tokens)
+    assert seen == (32, 0.0, 256)

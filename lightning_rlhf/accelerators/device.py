@@ -26,6 +26,27 @@ def module_of(device: torch.device) -> Any:
     return torch.get_device_module(device)
 
 
+# --- arithmetic ------------------------------------------------------------------------------------------------------
+
+
+def computes_in(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the device has instructions for products in ``dtype``; without, PyTorch converts, and that is slow.
+
+    Asked of oneDNN on a CPU, of PyTorch's module elsewhere; a device that cannot be asked is trusted.
+    """
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+    if dtype not in names:
+        return True
+    if device.type == "cpu":
+        asked = getattr(torch.ops.mkldnn, f"_is_mkldnn_{names[dtype]}_supported", None)
+        return asked is not None and bool(asked())
+    asked = getattr(module_of(device), "is_bf16_supported", None) if dtype is torch.bfloat16 else None
+    if asked is None:
+        return True
+    # CUDA counts conversion as support unless told not to.
+    return bool(asked(including_emulation=False) if device.type == "cuda" else asked())
+
+
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 

@@ -11,8 +11,8 @@ import torch
 from lightning import LightningDataModule, Trainer
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rlhf.data.prompts import EncodedPrompts, Prompt, PromptEncoder, collate
-from lightning_rlhf.data.sources import DataError, open_source, read_rows
+from lightning_rlhf.data.prompts import EncodedPrompts, Prompt, PromptEncoder, collate, numbered
+from lightning_rlhf.data.sources import SOURCE_KEY, DataError, open_source, read_rows
 from lightning_rlhf.experience import PromptBatch
 
 log = logging.getLogger(__name__)
@@ -124,8 +124,9 @@ class PromptDataModule(LightningDataModule):
     over the data that takes. Use ``Trainer(max_epochs=1, use_distributed_sampler=False)``.
 
     Held-out prompts come from a source of their own (``validation``) or are taken out of the training data
-    (``validation_size``). In the second case a hash of the prompt decides, so the same prompts are held out in every
-    run, whatever its seed, and no held-out prompt is trained on, not even as a duplicate row.
+    (``validation_size``). In the second case a hash of the prompt's content decides
+    (:func:`~lightning_rlhf.experience.prompt_key`), so the same prompts are held out in every run, whatever its seed,
+    its tokenizer, its chat template or the day, and no held-out prompt is trained on, not even as a duplicate row.
 
     Args:
         train: source of the training rows: a path, a list of paths, a list of rows, or an object that gives rows,
@@ -211,31 +212,33 @@ class PromptDataModule(LightningDataModule):
 
     def _load(self) -> tuple[list[Prompt], list[Prompt]]:
         if self._prompts is None:
-            train, held_out = self._encode("train", self.train), []
+            encoded = self._encode("train", self.train)
+            train, held_out = encoded.prompts, []
             if self.validation is not None:
-                held_out = self._encode("validation", self.validation)
+                held_out = self._encode("validation", self.validation).prompts
             elif self.validation_size is not None:
-                train, held_out = hold_out(train, self.validation_size)
+                train, held_out = hold_out(train, self.validation_size, encoded.too_long)
             _warn_about_duplicates(train, held_out)
-            self._prompts = train, held_out[: self.validation_limit]
+            self._prompts = numbered(train), held_out[: self.validation_limit]
         return self._prompts
 
-    def _encode(self, name: str, source: Any) -> list[Prompt]:
+    def _encode(self, name: str, source: Any) -> EncodedPrompts:
         try:
-            encoded: EncodedPrompts = self._encoder.encode(read_rows(open_source(source)))
+            encoded = self._encoder.encode(read_rows(open_source(source)))
         except DataError as error:
             raise DataError(f"data.{name}: {error}") from error
-        self.dropped[name] = encoded.dropped
-        if encoded.dropped:
+        self.dropped[name] = len(encoded.too_long)
+        if encoded.too_long:
             log.warning(
-                "data.%s: %d of %d prompts dropped, longer than data.max_prompt_tokens = %s (the longest has %d)",
+                "data.%s: %d of %d prompts dropped, longer than data.max_prompt_tokens = %s (the longest has %d): %s",
                 name,
-                encoded.dropped,
-                encoded.dropped + len(encoded.prompts),
+                len(encoded.too_long),
+                len(encoded.too_long) + len(encoded.prompts),
                 self._encoder.max_tokens,
                 encoded.longest,
+                _listed([prompt.row[SOURCE_KEY] for prompt in encoded.too_long]),
             )
-        return encoded.prompts
+        return encoded
 
     # --- Lightning -----------------------------------------------------------------------------------------------
 
@@ -308,36 +311,65 @@ def _reopen_epoch(trainer: Trainer) -> None:
         fit_loop.restarting = True
 
 
-def hold_out(prompts: Sequence[Prompt], size: int) -> tuple[list[Prompt], list[Prompt]]:
+def hold_out(
+    prompts: Sequence[Prompt], size: int, too_long: Sequence[Prompt] = ()
+) -> tuple[list[Prompt], list[Prompt]]:
     """Split off ``size`` different prompts: those whose hash comes first. Keys decide, so duplicates stay together.
+
+    Args:
+        prompts: of the training data.
+        size: of the held-out part, prompts that are too long included: which they are says the tokenizer, and where
+            a prompt belongs must not depend on it.
+        too_long: prompts of the training data that are not used.
 
     Returns:
         The training prompts, all rows of them, and the held-out prompts, each once; both in their old order.
 
     Raises:
-        DataError: fewer than ``size + 1`` different prompts.
+        DataError: fewer than ``size + 1`` different prompts, or one of the parts would be empty.
     """
     first = {prompt.key: prompt for prompt in reversed(prompts)}
-    if size >= len(first):
+    keys = first.keys() | {prompt.key for prompt in too_long}
+    if size >= len(keys):
         raise DataError(
-            f"data.validation_size = {size} leaves no training prompt: the data has {len(first)} different prompts"
+            f"data.validation_size = {size} leaves no training prompt: the data has {len(keys)} different prompts"
         )
-    chosen = set(sorted(first, key=lambda key: hashlib.blake2b(f"held out/{key}".encode()).digest())[:size])
+    chosen = set(sorted(keys, key=lambda key: hashlib.blake2b(f"held out/{key}".encode()).digest())[:size])
     held_out = [prompt for prompt in prompts if prompt.key in chosen and first[prompt.key] is prompt]
-    return [prompt for prompt in prompts if prompt.key not in chosen], held_out
+    train = [prompt for prompt in prompts if prompt.key not in chosen]
+    for part, name in ((train, "training"), (held_out, "held-out")):
+        if not part:
+            raise DataError(
+                f"data.validation_size = {size} leaves no {name} prompt: all of them are longer than "
+                "data.max_prompt_tokens; raise the limit, or change the size"
+            )
+    return train, held_out
 
 
 def _warn_about_duplicates(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> None:
-    keys = {prompt.key for prompt in train}
-    if len(keys) < len(train):
+    first: dict[str, Prompt] = {}
+    repeats = [prompt for prompt in train if first.setdefault(prompt.key, prompt) is not prompt]
+    if repeats:
         log.warning(
-            "data.train: %d of %d rows repeat a prompt; copies in one pass are sampled with the same seeds",
-            len(train) - len(keys),
+            "data.train: %d of %d rows repeat a prompt; each copy gets samples of its own: %s",
+            len(repeats),
             len(train),
+            _listed([f"{prompt.row[SOURCE_KEY]} repeats {first[prompt.key].row[SOURCE_KEY]}" for prompt in repeats]),
         )
-    seen = sum(prompt.key in keys for prompt in held_out)
+    seen = [prompt for prompt in held_out if prompt.key in first]
     if seen:
-        log.warning("data.validation: %d of %d prompts are in the training data as well", seen, len(held_out))
+        log.warning(
+            "data.validation: %d of %d prompts are in the training data as well: %s",
+            len(seen),
+            len(held_out),
+            _listed([f"{prompt.row[SOURCE_KEY]} is {first[prompt.key].row[SOURCE_KEY]}" for prompt in seen]),
+        )
+
+
+def _listed(items: Sequence[str], most: int = 5) -> str:
+    """The first of the items, and how many there are beside them."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(items[:most]) + more
 
 
 def _check_positive(name: str, value: int | None, *, optional: bool = False) -> None:

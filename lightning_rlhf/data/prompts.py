@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -26,6 +27,8 @@ class Prompt:
     text: str
     key: str
     row: Row
+    copy: int = 0
+    """Earlier rows of the source with the same key."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +36,17 @@ class EncodedPrompts:
     """The prompts of one source.
 
     Attributes:
-        prompts: those that fit.
-        dropped: how many were longer than the limit.
-        longest: tokens of the longest prompt, dropped ones included.
+        prompts: those that fit, in the rows' order.
+        too_long: those longer than the limit, in the rows' order.
     """
 
     prompts: list[Prompt]
-    dropped: int
-    longest: int
+    too_long: list[Prompt]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt, too long ones included."""
+        return max(len(prompt.ids) for prompt in [*self.prompts, *self.too_long])
 
 
 class PromptEncoder:
@@ -80,29 +86,30 @@ class PromptEncoder:
         self._bos: list[int] = [bos] if bos is not None and list(probe[:1]) == [bos] else []
 
     def encode(self, rows: Iterable[Row]) -> EncodedPrompts:
-        """Prompts of all rows that fit, in the rows' order.
+        """Prompts of all rows, those that are too long set apart.
 
         Raises:
             DataError: a row has no usable prompt, there is no row, or no prompt fits.
         """
         prompts: list[Prompt] = []
-        lengths: list[int] = []
+        too_long: list[Prompt] = []
         for chunk in _chunks(rows):
             rendered = [self.render(row) for row in chunk]
             for (text, row), ids in zip(rendered, self._tokenise(rendered), strict=True):
                 if not ids:
                     raise DataError(f"{row[SOURCE_KEY]}: the tokenizer makes no token of the prompt {text[:60]!r}")
-                lengths.append(len(ids))
-                if self.max_tokens is None or len(ids) <= self.max_tokens:
-                    prompts.append(Prompt(ids, text, prompt_key(text), row))
-        if not lengths:
+                # The content decides, not the rendered text: a template may write today's date into it.
+                prompt = Prompt(ids, text, prompt_key(row[self.prompt_field]), row)
+                fits = self.max_tokens is None or len(ids) <= self.max_tokens
+                (prompts if fits else too_long).append(prompt)
+        if not prompts and not too_long:
             raise DataError("there is no row")
         if not prompts:
             raise DataError(
-                f"all {len(lengths)} prompts are longer than data.max_prompt_tokens = {self.max_tokens}; "
-                f"the shortest has {min(lengths)} tokens. Raise the limit or shorten the prompts"
+                f"all {len(too_long)} prompts are longer than data.max_prompt_tokens = {self.max_tokens}; the shortest "
+                f"has {min(len(prompt.ids) for prompt in too_long)} tokens. Raise the limit or shorten the prompts"
             )
-        return EncodedPrompts(prompts, len(lengths) - len(prompts), max(lengths))
+        return EncodedPrompts(prompts, too_long)
 
     def render(self, row: Row) -> tuple[str, Row]:
         """Text of the row's prompt as the model will read it, and the row; a chat prompt's row with its messages."""
@@ -120,7 +127,7 @@ class PromptEncoder:
                         f"{place}: data.system_prompt is set, but the prompt is plain text; "
                         "set data.text_as_chat=true to wrap it as a user message"
                     )
-                return value, row
+                return _valid_unicode(value, place), row
             value = [{"role": "user", "content": value}]
         messages = self._messages(value, place)
         return self._apply_template(messages, place), {**row, MESSAGES_KEY: messages}
@@ -150,18 +157,53 @@ class PromptEncoder:
                 f"{place}: the prompt consists of chat messages, but the model's tokenizer has no chat template; "
                 "use text prompts, or a model with a template"
             )
-        return str(
-            self.tokenizer.apply_chat_template(
+        try:
+            text = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True, **self.chat_template_kwargs
             )
-        )
+        except Exception as error:  # templates are programs: they refuse by exceptions of Jinja's or of any other kind
+            raise DataError(f"{place}: the chat template refuses the messages: {_in_words(error)}") from error
+        return _valid_unicode(str(text), place)
 
     def _tokenise(self, rendered: list[tuple[str, Row]]) -> Iterator[list[int]]:
-        texts = [text for text, _ in rendered]
-        plain = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        try:
+            plain = self._ids([text for text, _ in rendered])
+        except Exception:  # which kind depends on the tokenizer; one at a time, the row can be named
+            plain = [self._ids_of_row(text, row) for text, row in rendered]
         for (_, row), ids in zip(rendered, plain, strict=True):
             needs_bos = MESSAGES_KEY not in row and ids[:1] != self._bos
             yield [*self._bos, *ids] if needs_bos else list(ids)
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        ids: list[list[int]] = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
+    def _ids_of_row(self, text: str, row: Row) -> list[int]:
+        try:
+            return self._ids([text])[0]
+        except Exception as error:
+            raise DataError(
+                f"{row[SOURCE_KEY]}: the tokenizer refuses the prompt {text[:60]!r}: {_in_words(error)}"
+            ) from error
+
+
+def _valid_unicode(text: str, place: str) -> str:
+    """The text, if it can be encoded; half a surrogate pair, which JSON can write as ``\\ud83d``, cannot."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{place}: the prompt is no valid Unicode: character {error.start + 1} is {text[error.start]!r}, "
+            f"half of a surrogate pair, in {text[max(0, error.start - 30) : error.start + 30]!r}"
+        ) from None
+    return text
+
+
+def _in_words(error: Exception) -> str:
+    """An exception on one line; its type where that says more than the text."""
+    text = " ".join(str(error).split())
+    kind = type(error).__name__
+    return text[:300] if kind in ("TemplateError", "ValueError", "Exception") and text else f"{kind}: {text:.300}"
 
 
 def collate(prompts: Sequence[Prompt], passes: Sequence[int]) -> PromptBatch:
@@ -172,7 +214,18 @@ def collate(prompts: Sequence[Prompt], passes: Sequence[int]) -> PromptBatch:
         keys=[prompt.key for prompt in prompts],
         rows=[prompt.row for prompt in prompts],
         passes=list(passes),
+        copies=[prompt.copy for prompt in prompts],
     )
+
+
+def numbered(prompts: Iterable[Prompt]) -> list[Prompt]:
+    """The prompts; each says how many before it have the same key, so that copies get samples of their own."""
+    seen: Counter[str] = Counter()
+    result = []
+    for prompt in prompts:
+        result.append(replace(prompt, copy=seen[prompt.key]) if seen[prompt.key] else prompt)
+        seen[prompt.key] += 1
+    return result
 
 
 def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:

@@ -6,9 +6,11 @@ A source is anything that can be iterated over and gives one mapping per row. Ev
 
 from __future__ import annotations
 
+import codecs
+import glob
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,9 @@ from omegaconf import OmegaConf
 
 SOURCE_KEY = "_source"
 """Key of a row's place of origin; also read by the rewards for their error messages."""
+
+GZIP = b"\x1f\x8b"
+PACKED = (".gz", ".zip", ".zst", ".bz2", ".xz")
 
 Row = dict[str, Any]
 
@@ -31,46 +36,57 @@ class JSONLSource:
     """One JSON object per line; blank lines are skipped.
 
     Args:
-        path: the file; a relative path counts from where the command was typed, see :func:`resolve_path`.
+        path: a file, a folder of such files, or a pattern (``shards/part-*.jsonl``), see :func:`find_files`.
         limit: rows at most, the first ones; ``None`` reads all.
     """
+
+    suffixes = (".jsonl", ".ndjson")
 
     def __init__(self, path: str | Path, *, limit: int | None = None) -> None:
         self.path, self.limit = resolve_path(path), _check_limit(limit)
 
     def __iter__(self) -> Iterator[Row]:
-        _check_file(self.path)
-        with self.path.open("rb") as file:
-            lines = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
-            for number, line in islice(lines, self.limit):
-                place = f"{self.path}:{number}"
-                yield {**_parse_line(line, place), SOURCE_KEY: place}
+        return islice(chain.from_iterable(map(self._read, find_files(self.path, self.suffixes))), self.limit)
+
+    def _read(self, path: Path) -> Iterator[Row]:
+        empty = True
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip() and line.strip() != codecs.BOM_UTF8:
+                    empty, place = False, f"{path}:{number}"
+                    yield {**parse_line(line, place), SOURCE_KEY: place}
+        if empty:
+            raise DataError(f"{path} holds no row")
 
 
 class ParquetSource:
-    """One row per record of a Parquet file.
+    """One row per record of Parquet files.
 
     Args:
-        path: the file, as for :class:`JSONLSource`.
+        path: a file, a folder of such files (shards), or a pattern, see :func:`find_files`.
         limit: rows at most, the first ones; ``None`` reads all.
     """
+
+    suffixes = (".parquet",)
 
     def __init__(self, path: str | Path, *, limit: int | None = None) -> None:
         self.path, self.limit = resolve_path(path), _check_limit(limit)
 
     def __iter__(self) -> Iterator[Row]:
+        return islice(chain.from_iterable(map(self._read, find_files(self.path, self.suffixes))), self.limit)
+
+    def _read(self, path: Path) -> Iterator[Row]:
         import pyarrow
         import pyarrow.parquet
 
-        _check_file(self.path)
         try:
-            file = pyarrow.parquet.ParquetFile(self.path)
+            file = pyarrow.parquet.ParquetFile(path)
         except pyarrow.ArrowInvalid as error:
-            raise DataError(f"{self.path} is not a Parquet file: {error}") from error
+            raise DataError(f"{path} is not a Parquet file: {error}") from error
         with file:
             rows = chain.from_iterable(batch.to_pylist() for batch in file.iter_batches())
-            for number, row in enumerate(islice(rows, self.limit), start=1):
-                yield {**row, SOURCE_KEY: f"{self.path}:{number}"}
+            for number, row in enumerate(rows, start=1):
+                yield {**row, SOURCE_KEY: f"{path}:{number}"}
 
 
 class HFDatasetSource:
@@ -116,10 +132,8 @@ class HFDatasetSource:
         return loaded[self.split]
 
 
-READERS: dict[str, Callable[..., Iterable[Row]]] = {
-    ".jsonl": JSONLSource,
-    ".ndjson": JSONLSource,
-    ".parquet": ParquetSource,
+READERS: dict[str, type[JSONLSource | ParquetSource]] = {
+    suffix: reader for reader in (JSONLSource, ParquetSource) for suffix in reader.suffixes
 }
 
 
@@ -128,7 +142,8 @@ def open_source(value: Any) -> Iterable[Mapping[str, Any]]:
 
     Args:
         value: a source object or a list of rows (both returned as they are), the path of a ``.jsonl`` or
-            ``.parquet`` file, a folder written by ``Dataset.save_to_disk``, or a list of such paths, read in turn.
+            ``.parquet`` file, a folder or pattern of such files, a folder written by ``Dataset.save_to_disk``, or a
+            list of such paths, read in turn.
 
     Raises:
         DataError: nothing of that kind.
@@ -166,23 +181,46 @@ def resolve_path(path: str | Path) -> Path:
     return base / Path(os.path.expandvars(path)).expanduser()
 
 
+def find_files(path: Path, suffixes: Sequence[str]) -> list[Path]:
+    """The file, or all files of a folder or pattern (``*``, ``?``, ``[...]``) that end so, by name.
+
+    Files that begin with a dot or an underscore are none of the data (``_SUCCESS`` and the like).
+
+    Raises:
+        DataError: there is none.
+    """
+    if path.is_file():
+        return [path]
+    pattern = str(path / "*") if path.is_dir() else str(path)
+    named = [Path(name) for name in glob.glob(pattern)]
+    found = sorted(
+        file for file in named if file.suffix.lower() in suffixes and file.is_file() and file.name[0] not in "._"
+    )
+    if found:
+        return found
+    if path.is_dir():
+        others = ", ".join(sorted(file.name for file in named)[:8]) or "nothing"
+        raise DataError(f"the folder {path} has no file that ends in {' or '.join(suffixes)}; it holds: {others}")
+    raise DataError(f"there is no file {path}")
+
+
 def _open_path(path: str | Path) -> Iterable[Row]:
     resolved = resolve_path(path)
-    if resolved.is_dir():
+    if resolved.is_dir() and any((resolved / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
         return HFDatasetSource(path)
-    reader = READERS.get(resolved.suffix.lower())
-    if reader is not None:
-        return reader(path)
-    hint = "" if resolved.is_file() else f"; nothing lies at {resolved}"
+    inside = {file.suffix.lower() for file in resolved.iterdir()} if resolved.is_dir() else {resolved.suffix.lower()}
+    readers = {READERS[suffix] for suffix in inside if suffix in READERS}
+    if len(readers) == 1:
+        return readers.pop()(path)
+    if readers:
+        raise DataError(f"the folder {resolved} holds both JSONL and Parquet files; name one kind, as in *.parquet")
+    hint = "" if resolved.exists() else f"; nothing lies at {resolved}"
+    if resolved.suffix.lower() in PACKED:
+        hint += "; unpack it first"
     raise DataError(
-        f"{str(path)!r} is not a data file: allowed are {', '.join(READERS)} and folders written by "
+        f"{str(path)!r} is not a data file: allowed are {', '.join(READERS)} and folders of such files or written by "
         f"Dataset.save_to_disk{hint}. For a dataset on the hub use _target_: lightning_rlhf.data.HFDatasetSource"
     )
-
-
-def _check_file(path: Path) -> None:
-    if not path.is_file():
-        raise DataError(f"there is no file {path}")
 
 
 def _check_limit(limit: int | None) -> int | None:
@@ -191,14 +229,45 @@ def _check_limit(limit: int | None) -> int | None:
     return limit
 
 
-def _parse_line(line: bytes, place: str) -> Row:
+def parse_line(line: bytes, place: str) -> Row:
+    """One line of a JSONL file.
+
+    Raises:
+        DataError: it is no JSON object; with its place, the column (counted in characters from 1) and the text there.
+    """
+    if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise DataError(f"{place}: not UTF-8 text but UTF-16; save the file as UTF-8")
+    if line.startswith(GZIP):
+        raise DataError(f"{place}: not text but a gzip archive; unpack it first")
     try:
-        row = json.loads(line.decode("utf-8-sig"))
+        text = line.removeprefix(codecs.BOM_UTF8).decode("utf-8").rstrip()
     except UnicodeDecodeError as error:
-        raise DataError(f"{place}: not UTF-8 text ({error.reason} at byte {error.start}): {line[:60]!r}") from error
+        around = line[max(0, error.start - 30) : error.start + 30]
+        raise DataError(f"{place}: not UTF-8 text ({error.reason} at byte {error.start + 1}): {around!r}") from error
+    try:
+        row = json.loads(text)
     except json.JSONDecodeError as error:
-        start = line.decode("utf-8-sig").strip()[:60]
-        raise DataError(f"{place}: not valid JSON ({error.msg} at column {error.colno}): {start!r}") from error
+        around = text[max(0, error.pos - 40) : error.pos + 20]
+        hint = _hint(text, place)
+        raise DataError(f"{place}: not valid JSON ({error.msg} at column {error.pos + 1}): {around!r}{hint}") from error
+    except RecursionError:
+        raise DataError(f"{place}: not valid JSON that can be read: it is nested too deeply") from None
     if not isinstance(row, dict):
-        raise DataError(f'{place}: a line must hold one JSON object such as {{"prompt": ...}}, not {row!r:.60}')
+        hint = _hint(text, place)
+        raise DataError(f'{place}: a line must hold one JSON object such as {{"prompt": ...}}, not {row!r:.60}{hint}')
+    if "\\ud" in text.lower():  # an escape that may be half of a pair; found here, it is found before the run needs it
+        try:
+            json.dumps(row, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as error:
+            half = error.object[error.start]
+            around = error.object[max(0, error.start - 40) : error.start + 20]
+            raise DataError(f"{place}: no valid Unicode: {half!r} is half of a surrogate pair, in {around!r}") from None
     return row
+
+
+def _hint(text: str, place: str) -> str:
+    """What a file is that is no JSONL from its first line on."""
+    if not place.endswith(":1") or not (text.startswith("[") or text == "{"):
+        return ""
+    kind, filter_ = ("one JSON array", "'.[]'") if text.startswith("[") else ("JSON over several lines", ".")
+    return f"; this looks like {kind}, JSONL has one object per line, as jq -c {filter_} old.json > new.jsonl writes it"

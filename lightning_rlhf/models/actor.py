@@ -179,7 +179,7 @@ def verify_head(lm: PreTrainedModel, tolerance: float = 1e-3) -> None:
             own logits is added to it.
 
     Raises:
-        ValueError: Naming the architecture and what differs.
+        ValueError: Naming the architecture and what differs, or the weights that are not finite.
     """
     length, padding = 11, 5
     weight = output_head(lm).weight
@@ -200,6 +200,10 @@ def verify_head(lm: PreTrainedModel, tolerance: float = 1e-3) -> None:
     with training_mode(lm, True), isolated_rng(0):
         found["training mode changes them"] = score(ids, torch.ones_like(ids, dtype=torch.bool))
 
+    if not bool(logits.isfinite().all()):
+        damaged = [name for name, parameter in lm.named_parameters() if not bool(parameter.isfinite().all())]
+        cause = f"{damaged[0]} holds NaN or infinite weights" if damaged else f"they overflow in {lm.dtype}"
+        raise ValueError(f"the model's logits are not finite: {cause}")
     allowed = tolerance + torch.finfo(lm.dtype).eps * logits.abs().max().item()
     for reason, logprobs in found.items():
         difference = (logprobs - expected).abs().max().item()

@@ -29,13 +29,25 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import OmegaConf
 
 from lightning_rlhf.metrics import names
-from lightning_rlhf.reporting.mlflow_run import FOLDER, LONGEST_PARAM, LONGEST_TAG, RunRecord, TrackedRun, cut, fit_key
+from lightning_rlhf.reporting.mlflow_run import (
+    BRANCH_TAG,
+    FOLDER,
+    LONGEST_PARAM,
+    LONGEST_TAG,
+    RunRecord,
+    TrackedRun,
+    cut,
+    fit_key,
+)
 from lightning_rlhf.reporting.spool import Courier, Deliver, Spool
+from lightning_rlhf.reporting.store import artifacts_beside
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 log = logging.getLogger(__name__)
+
+PARENT_TAG = "mlflow.parentRunId"
 
 
 class RLMLFlowLogger(MLFlowLogger):
@@ -47,8 +59,13 @@ class RLMLFlowLogger(MLFlowLogger):
     * Metrics in the kit's groups must be registered (:mod:`lightning_rlhf.metrics.names`); other names are yours.
     * Parameters have one writer: once :meth:`log_config` was called, :meth:`log_hyperparams` does nothing. A value
       that differs on resume leaves the parameter and sets the tag ``changed/<key>`` to ``old -> new``.
-    * A resumed run continues under the same run id. Steps that were recorded before are not recorded twice, so the
-      iterations between the last checkpoint and a crash keep their first values.
+    * A resumed run continues under the same run id. What was recorded of iterations that are done again is deleted
+      where the store is a database; a server, which cannot delete, gets the new values behind the old ones, and shows
+      those. Values that are the same as before are not recorded twice.
+    * A branch of a run is a run of its own: child of that run (``mlflow.parentRunId``) and with the tag
+      ``lightning_rlhf.branch_of``, which names it and the iteration.
+    * A folder that was moved takes the store with it that was moved together with it. Where the run cannot be found,
+      a new one is begun, with the tag ``lightning_rlhf.continues``.
     * Status: FINISHED; FAILED with the reason in the tag ``failure`` and the artifact ``failure.txt``; KILLED.
 
     Args:
@@ -59,6 +76,8 @@ class RLMLFlowLogger(MLFlowLogger):
             environment's ``MLFLOW_TRACKING_URI``, else the sqlite file ``mlflow.db`` in ``store_dir``.
         store_dir: folder of that file and of the artifacts beside it.
         resume_from: folder of the run to continue (often ``run_dir`` itself); what it could not send is sent now.
+        branch_from: folder of the run that this one is a branch of.
+        branch_iteration: the iteration it branches off behind.
         run_id: MLflow run to continue, where no folder of it is at hand.
         tags: of a new run.
         flush_timeout: seconds to wait at the end for what is still on its way.
@@ -77,6 +96,8 @@ class RLMLFlowLogger(MLFlowLogger):
         tracking_uri: str | None = None,
         store_dir: str | Path = "outputs/mlflow",
         resume_from: str | Path | None = None,
+        branch_from: str | Path | None = None,
+        branch_iteration: int | None = None,
         run_id: str | None = None,
         tags: dict[str, Any] | None = None,
         flush_timeout: float = 30.0,
@@ -84,20 +105,28 @@ class RLMLFlowLogger(MLFlowLogger):
     ) -> None:
         self.run_dir, self.flush_timeout = Path(run_dir).expanduser().absolute(), flush_timeout
         earlier = _earlier(resume_from)
-        uri = _uri(tracking_uri or (earlier.tracking_uri if earlier else None), store_dir)
+        parent = RunRecord.read(branch_from) if branch_from is not None and earlier is None else None
+        starts = ((earlier, resume_from), (parent, branch_from))
+        found = [_store_of(record, folder) for record, folder in starts if record is not None]
+        uri = _uri(tracking_uri or next(filter(None, found), None), store_dir)
         _quiet_mlflow()
         database = Path(uri.removeprefix("sqlite:///")) if uri.startswith("sqlite:///") else None
         with _creation_lock(database):
             super().__init__(experiment_name, tracking_uri=uri)
+        named = {"mlflow.runName": run_name} if run_name else {}
+        # In the experiment of its parent, where MLflow shows one below the other.
+        experiment_name = parent.experiment_name if parent is not None else experiment_name
         record = earlier or RunRecord(uri, experiment_name, key=uuid.uuid4().hex[:12])
         self.run = TrackedRun(
             self._mlflow_client,
             replace(record, tracking_uri=uri, run_id=run_id or record.run_id),
             self.run_dir,
             resumed=earlier is not None or run_id is not None,
+            may_be_lost=earlier is not None and run_id is None,
             artifact_location=(database.parent / "artifacts").as_uri() if database else None,
-            tags={**(tags or {}), **({"mlflow.runName": run_name} if run_name else {})},
+            tags=(tags or {}) | named | _branch_tags(parent, branch_from, branch_iteration),
         )
+        self._database = database
         self._opened = self._ended = self._config_logged = False
         # The key in the name keeps a second run in the same folder from sending what is left of the first.
         self._log = Spool(self.run_dir / FOLDER / f"{record.key}.log.jsonl")
@@ -127,6 +156,8 @@ class RLMLFlowLogger(MLFlowLogger):
                 os.environ.pop("MLFLOW_TRACKING_URI", None)
             else:
                 os.environ["MLFLOW_TRACKING_URI"] = environment
+            if self._database is not None and artifacts_beside(self._mlflow_client, self._database):
+                log.info("MLflow: artifacts are looked for beside %s now", self._database)
             self.run.open()
             self._opened = True
             if self.run.resumed:
@@ -178,6 +209,13 @@ class RLMLFlowLogger(MLFlowLogger):
         iteration = int(values.get("clock/iteration", step or 0))
         _ = self.experiment  # counts this start of the run
         self._put(self._log, kind="metrics", start=self.run.record.starts, step=iteration, time=_now(), values=values)
+
+    @rank_zero_only
+    def log_start(self, iteration: int) -> None:
+        """Training goes on behind this iteration; what was recorded of later ones is void. Before anything else."""
+        _ = self.experiment
+        if self.run.resumed:
+            self._put(self._log, kind="rewind", step=iteration)
 
     @rank_zero_only
     def log_config(self, config: Any) -> None:
@@ -242,6 +280,10 @@ class RLMLFlowLogger(MLFlowLogger):
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         self.log_text(text + lines, path.name)
+
+    def closing_lines(self) -> list[str]:
+        """Where the record is."""
+        return [f"MLflow run {self.run_id} in {self.tracking_uri}", f"to look at it: {self.ui_command}"]
 
     @rank_zero_only
     def log_checkpoints(self, paths: list[str], *, latest: str, best: str = "") -> None:
@@ -322,6 +364,30 @@ def _earlier(resume_from: str | Path | None) -> RunRecord | None:
     if resume_from is not None and earlier is None:
         log.warning("resume: no MLflow run is recorded in %s; a new one is started", Path(resume_from) / FOLDER)
     return earlier
+
+
+def _store_of(record: RunRecord, folder: str | Path | None) -> str | None:
+    """Address of the store of a run in this folder, which may have been moved with it; ``None`` where it is lost."""
+    path = Path(record.tracking_uri.removeprefix("sqlite:///"))
+    if not record.tracking_uri.startswith("sqlite:///"):
+        return record.tracking_uri
+    places = [path]
+    if folder is not None and record.run_dir is not None:
+        before, now = Path(record.run_dir), Path(folder).absolute()
+        while before != now and before.name == now.name and before.name:
+            before, now = before.parent, now.parent
+        if path.is_relative_to(before):
+            places.insert(0, now / path.relative_to(before))
+    return next((f"sqlite:///{place}" for place in places if place.exists()), None)
+
+
+def _branch_tags(parent: RunRecord | None, folder: str | Path | None, iteration: int | None) -> dict[str, str]:
+    """Tags of a branch: MLflow's own for the parent, and one to read."""
+    if folder is None:
+        return {}
+    known = {PARENT_TAG: parent.run_id} if parent is not None and parent.run_id is not None else {}
+    where = known.get(PARENT_TAG, Path(folder).absolute())
+    return {**known, BRANCH_TAG: f"{where}" + ("" if iteration is None else f" at iteration {iteration}")}
 
 
 def _uri(given: str | None, store_dir: str | Path) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import threading
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_rlhf.metrics import names
+from lightning_rlhf.reporting.store import forget_steps_behind
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -28,6 +30,8 @@ LONGEST_PARAM, LONGEST_TAG, LONGEST_KEY = 6000, 8000, 250
 """Characters MLflow takes for a parameter's value, a tag's value and a key."""
 ENTRIES_PER_CALL, METRICS_PER_CALL = 100, 1000
 KEY_TAG = "lightning_rlhf.key"
+CONTINUES_TAG = "lightning_rlhf.continues"
+BRANCH_TAG = "lightning_rlhf.branch_of"
 TABLES_TAG = "mlflow.loggedArtifacts"
 FOLDER = "tracking"
 """Folder below the run's own that holds spools, ``run.json`` and files on their way to MLflow."""
@@ -43,6 +47,7 @@ class RunRecord:
         key: identifies the run before MLflow has given it an id.
         run_id: MLflow's id; ``None`` until the server has answered.
         starts: how often the run was started.
+        run_dir: the run's folder when this was written; it may have been moved since.
     """
 
     tracking_uri: str
@@ -50,6 +55,7 @@ class RunRecord:
     key: str
     run_id: str | None = None
     starts: int = 0
+    run_dir: str | None = None
 
     @classmethod
     def read(cls, run_dir: str | Path) -> RunRecord | None:
@@ -59,6 +65,7 @@ class RunRecord:
 
     def write(self, run_dir: Path) -> None:
         """Replace the record in a run's folder."""
+        self.run_dir = str(run_dir)
         path = run_dir / FOLDER / "run.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
@@ -74,6 +81,7 @@ class TrackedRun:
         record: which run it is; kept up to date in ``run_dir``.
         run_dir: the run's folder.
         resumed: whether MLflow may hold steps of it already.
+        may_be_lost: whether a new run is started where the recorded one is not there any more.
         artifact_location: of a new experiment; ``None`` leaves it to the server.
         tags: of a new run.
     """
@@ -85,14 +93,14 @@ class TrackedRun:
         run_dir: Path,
         *,
         resumed: bool,
+        may_be_lost: bool = False,
         artifact_location: str | None = None,
         tags: dict[str, Any] | None = None,
     ) -> None:
         self.client, self.record, self.run_dir, self.resumed = client, record, run_dir, resumed
-        self.artifact_location, self.tags = artifact_location, tags or {}
+        self.artifact_location, self.tags, self.may_be_lost = artifact_location, tags or {}, may_be_lost
         self.experiment_id: str | None = None
-        self._recorded_steps: dict[str, set[int]] = {}
-        self._leftover_steps: set[tuple[str, int]] = set()
+        self._recorded: dict[str, dict[int, float]] = {}
         self._lock = threading.Lock()
 
     # --- opening -----------------------------------------------------------------------------------------------------
@@ -119,12 +127,35 @@ class TrackedRun:
     def ensure(self) -> str:
         """The run's id; asks the server the first time."""
         with self._lock:
+            if self.experiment_id is None and self.may_be_lost:
+                self._notice_a_loss()
             run_id = self.record.run_id or self._find_or_create()
             if self.experiment_id is None:
                 self.experiment_id = self.client.get_run(run_id).info.experiment_id
                 self.record.run_id = run_id
                 self.record.write(self.run_dir)
             return run_id
+
+    def _notice_a_loss(self) -> None:
+        """The run of an earlier start is not in the store any more: a new one that names it."""
+        from mlflow import MlflowException
+
+        lost = self.record.run_id
+        try:
+            if lost is None or self.client.get_run(lost).info.lifecycle_stage == "active":
+                self.may_be_lost = False
+                return
+        except MlflowException as error:
+            if error.get_http_status_code() != 404:
+                raise
+        log.warning(
+            "the MLflow run %s is not in %s: the record goes on in a new run, whose tag %s names it",
+            lost,
+            self.record.tracking_uri,
+            CONTINUES_TAG,
+        )
+        self.tags = {**self.tags, CONTINUES_TAG: str(lost)}
+        self.record.run_id, self.resumed, self.may_be_lost = None, False, False
 
     def _find_or_create(self) -> str:
         from mlflow.tracking.context.registry import resolve_tags
@@ -157,7 +188,10 @@ class TrackedRun:
         run_id, kind = self.ensure(), records[0]["kind"]
         if kind == "metrics":
             return self._metrics(run_id, list(takewhile(lambda record: record["kind"] == kind, records)))
-        if kind == "params":
+        if kind == "rewind":
+            forget_steps_behind(self.client, run_id, records[0]["step"])
+            self._recorded.clear()
+        elif kind == "params":
             self._params(run_id, records[0]["values"])
         elif kind == "tags":
             self._set_tags(run_id, records[0]["values"])
@@ -186,25 +220,23 @@ class TrackedRun:
             if batch and len(batch) + len(record["values"]) > METRICS_PER_CALL:
                 break
             step, moment = record["step"], record["time"]
-            if record["start"] != self.record.starts:
-                self._leftover_steps.update((name, step) for name in record["values"])
-            new = {k: v for k, v in record["values"].items() if not self._is_recorded(run_id, k, record)}
+            new = {k: v for k, v in record["values"].items() if not self._is_recorded(run_id, k, step, v)}
             batch += [Metric(name, value, moment, step) for name, value in new.items()]
             sent += 1
         for start in range(0, len(batch), METRICS_PER_CALL):
             self.client.log_batch(run_id, metrics=batch[start : start + METRICS_PER_CALL])
         return sent
 
-    def _is_recorded(self, run_id: str, name: str, record: dict[str, Any]) -> bool:
-        """Whether this step of this metric was logged before the run was resumed, and has arrived or is on its way."""
+    def _is_recorded(self, run_id: str, name: str, step: int, value: float) -> bool:
+        """Whether this is the value that a resumed run has for this step already; another one is written behind it."""
         if not self.resumed:
             return False
-        step = record["step"]
-        if record["start"] == self.record.starts and (name, step) in self._leftover_steps:
-            return True
-        if name not in self._recorded_steps:
-            self._recorded_steps[name] = {metric.step for metric in self.client.get_metric_history(run_id, name)}
-        return step in self._recorded_steps[name]
+        if name not in self._recorded:
+            history = sorted(self.client.get_metric_history(run_id, name), key=lambda metric: metric.timestamp)
+            self._recorded[name] = {metric.step: metric.value for metric in history}
+        before = self._recorded[name].get(step)
+        self._recorded[name][step] = value
+        return before == value or (before is not None and math.isnan(before) and math.isnan(value))
 
     def _params(self, run_id: str, values: dict[str, str]) -> None:
         """Write new parameters; those that are there with another value get a tag, for MLflow never changes one."""

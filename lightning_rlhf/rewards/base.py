@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from lightning.pytorch.utilities.memory import is_oom_error
 from torch import Tensor
 
 from lightning_rlhf.experience import Finish, prompt_key
@@ -29,11 +31,15 @@ class RewardBatch:
 
     Attributes:
         prompts: the prompts as the policy read them (chat template applied).
-        responses: the responses as text, without special tokens.
+        responses: the responses as the policy wrote them, special tokens (such as ``<think>``) and spaces included;
+            only the end and padding tokens behind the last word are taken off.
         response_ids: the policy's own token ids of each response, end token included.
         rows: the data row of each prompt, with all its columns, its place of origin under ``_source`` and, for a
             chat prompt, the messages under ``_messages``.
         finish: how each response ended.
+        plain_responses: the responses without any special token, as the tokenizer cleans them up by itself: for what
+            must not read them, such as another model. Left out: the responses.
+        keys: of each prompt's content, see :func:`~lightning_rlhf.experience.prompt_key`. Left out: of the text.
     """
 
     prompts: list[str]
@@ -41,14 +47,22 @@ class RewardBatch:
     response_ids: list[list[int]]
     rows: list[dict[str, Any]]
     finish: list[Finish]
+    plain_responses: list[str] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.plain_responses = self.plain_responses or list(self.responses)
+        self.keys = self.keys or [prompt_key(text) for text in self.prompts]
         lengths = {name: len(value) for name, value in vars(self).items()}
         if len(set(lengths.values())) > 1:
             raise RewardError(f"the fields of a RewardBatch must have one length, not {lengths}")
 
     def __len__(self) -> int:
         return len(self.responses)
+
+    def only(self, i: int) -> RewardBatch:
+        """Row ``i`` as a batch of its own."""
+        return RewardBatch(**{name: value[i : i + 1] for name, value in vars(self).items()})
 
 
 @runtime_checkable
@@ -73,12 +87,19 @@ def evaluate(name: str, reward: Reward, batch: RewardBatch) -> Tensor:
         batch: ``B`` responses.
 
     Raises:
-        RewardError: not one finite number per response.
+        RewardError: the term raised an exception, or gave not one finite number per response.
     """
-    result = reward(batch)
-    if isinstance(result, Tensor):
-        if result.ndim != 1:
-            raise RewardError(f"reward term {name!r}: a tensor of shape [{len(batch)}] is wanted, not {result.shape}")
+    result = _call(name, reward, batch)
+    if isinstance(result, (str, bytes, Mapping, Set)):
+        raise RewardError(
+            f"reward term {name!r}: a sequence of {len(batch)} numbers is wanted, not {type(result).__name__} "
+            f"{result!r:.80}"
+        )
+    if (shape := getattr(result, "shape", None)) is not None:  # a tensor or an array
+        if len(shape) != 1:
+            raise RewardError(
+                f"reward term {name!r}: a tensor of shape [{len(batch)}] is wanted, not of shape {list(shape)}"
+            )
         result = result.tolist()
     try:
         count = len(result)
@@ -94,10 +115,42 @@ def evaluate(name: str, reward: Reward, batch: RewardBatch) -> Tensor:
     return torch.tensor([float(value) for value in result], dtype=torch.float32)
 
 
+def _call(name: str, reward: Reward, batch: RewardBatch) -> Any:
+    """What the term returns; its exceptions become errors that name term and row."""
+    try:
+        result = reward(batch)
+    except Exception as error:
+        if is_oom_error(error):  # the run repeats the work in smaller pieces, or says which key to lower
+            raise
+        found = _first_failing(reward, batch)
+        where = "for the batch as a whole, though for none of its rows alone" if found is None else f"for {found[0]}"
+        shown = error if found is None else found[1]
+        text = str(shown) if isinstance(shown, RewardError) else f"{type(shown).__name__}: {shown}"
+        raise RewardError(f"reward term {name!r}: {text}, {where}") from shown
+    if inspect.isawaitable(result):
+        if inspect.iscoroutine(result):
+            result.close()
+        raise RewardError(
+            f"reward term {name!r} is an async function; rewards are called outside of any event loop: give a plain "
+            "function that calls asyncio.run(...)"
+        )
+    return result
+
+
+def _first_failing(reward: Reward, batch: RewardBatch) -> tuple[str, Exception] | None:
+    """The first row that raises an exception when it is scored alone, in words, and the exception."""
+    for i in range(len(batch)):
+        try:
+            reward(batch.only(i))
+        except Exception as error:
+            return describe(batch, i), error
+    return None
+
+
 def describe(batch: RewardBatch, i: int) -> str:
     """Row ``i`` in words: place of origin, prompt key, and the beginnings of prompt and response."""
     return (
-        f"row {i} of the batch ({place(batch.rows[i])}, prompt key {prompt_key(batch.prompts[i])}): "
+        f"row {i} of the batch ({place(batch.rows[i])}, prompt key {batch.keys[i]}): "
         f"prompt {batch.prompts[i][:60]!r}, response {batch.responses[i][:60]!r}"
     )
 
@@ -109,6 +162,8 @@ def place(row: Mapping[str, Any]) -> str:
 
 def _is_finite(value: Any) -> bool:
     """Whether the value is a number that float32 can hold."""
+    if isinstance(value, (str, bytes)):
+        return False  # float() would read "1"
     try:
         number = float(value)
     except (TypeError, ValueError):

@@ -76,8 +76,9 @@ class CompositeReward:
                 if check is not None:
                     try:
                         check(row)
-                    except RewardError as error:
-                        raise RewardError(f"reward term {name!r}, {place(row)}: {error}") from error
+                    except Exception as error:  # a term of one's own may raise anything
+                        text = str(error) if isinstance(error, RewardError) else f"{type(error).__name__}: {error}"
+                        raise RewardError(f"reward term {name!r}, {place(row)}: {text}") from error
 
     def to(self, device: torch.device | str) -> CompositeReward:
         """Move reward models to ``device``."""

@@ -35,7 +35,8 @@ def last_attended(values: Tensor, mask: Tensor) -> Tensor:
 class RewardModel:
     """Scores conversations with a sequence-classification model, through that model's own tokenizer and template.
 
-    The policy's token ids never reach the reward model: prompt and response are encoded again from text. The score is
+    The policy's token ids never reach the reward model: prompt and response are encoded again from text, the response
+    without the policy's special tokens, by which it could write turns of its own into the conversation. The score is
     the model's output at the last token of each conversation. Where that is says the attention mask and not a search
     for padding ids, so the score does not depend on padding, on a padding token that equals EOS, or on the batch. A
     model with a head of its own kind (an encoder's ``classifier``) runs on rows of equal length, without padding.
@@ -114,7 +115,7 @@ class RewardModel:
         """Token ids of conversation ``i``, of the reward model's own tokenizer."""
         if self.chat:
             asked = batch.rows[i].get(MESSAGES_KEY) or [{"role": "user", "content": batch.prompts[i]}]
-            messages = [*asked, {"role": "assistant", "content": batch.responses[i]}]
+            messages = [*asked, {"role": "assistant", "content": batch.plain_responses[i]}]
             text = str(self.tokenizer.apply_chat_template(messages, tokenize=False))
             ids = list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         else:
@@ -123,7 +124,7 @@ class RewardModel:
                     f"{place(batch.rows[i])}: the prompt consists of chat messages, but the reward model "
                     f"{self.path} is used without a chat template"
                 )
-            text = batch.prompts[i] + batch.responses[i] + (self.tokenizer.eos_token if self.append_eos else "")
+            text = batch.prompts[i] + batch.plain_responses[i] + (self.tokenizer.eos_token if self.append_eos else "")
             has_bos = self.tokenizer.bos_token is not None and text.startswith(self.tokenizer.bos_token)
             ids = list(self.tokenizer(text, add_special_tokens=not has_bos, verbose=False)["input_ids"])
         if self.max_tokens is not None and len(ids) > self.max_tokens:

@@ -66,7 +66,7 @@ class AheadRollouts:
         """The rollout generated for these prompts; ``None`` if there is none, or if it was for other prompts."""
         self.wait()
         rollout, self._ready = self._ready, None
-        if rollout is None or list(dict.fromkeys(rollout.prompt_key)) != list(dict.fromkeys(prompts.keys)):
+        if rollout is None or rollout.prompt_key != prompts.repeat(len(rollout) // len(prompts)).keys:
             return None
         return rollout
 

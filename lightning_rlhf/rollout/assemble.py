@@ -34,8 +34,8 @@ class Generated:
 
 def row_seeds(prompts: PromptBatch, samples: int, seed: int) -> list[int]:
     """Every row's seed, see :func:`lightning_rlhf.experience.sample_seed`; a prompt has ``samples`` adjacent rows."""
-    asked = zip(prompts.keys, prompts.passes, strict=True)
-    return [sample_seed(seed, key, sample, data_pass) for key, data_pass in asked for sample in range(samples)]
+    asked = zip(prompts.keys, prompts.passes, prompts.copies, strict=True)
+    return [sample_seed(seed, key, sample, *drawn) for key, *drawn in asked for sample in range(samples)]
 
 
 def finish_code(reason: str | None, key: str = "?") -> Finish:

@@ -78,7 +78,7 @@ class RolloutEngine(Protocol):
             prompts: the prompts, ids without padding.
             samples: responses per prompt; overrides the setting of the engine for this call, as do the next two.
             max_new_tokens: limit of the response length, end token included.
-            seed: seed of the run. A row's own seed is ``sample_seed(seed, prompt key, sample index, data pass)``.
+            seed: seed of the run. A row's own seed is ``sample_seed(seed, prompt key, sample index, data pass, copy)``.
             greedy: take the likeliest token (evaluation).
         """
 

@@ -54,8 +54,7 @@ def bind(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stop_token_ids
                 f"rollout.stop_token_ids holds {token!r}, which is not allowed: ids from 0 to {vocabulary - 1}"
             )
     generation = getattr(lm, "generation_config", None)
-    known = _ids(tokenizer) | _ids(generation) | _ids(config)
-    stop_ids = sorted({i for i in known if 0 <= i < vocabulary} | set(asked))
+    stop_ids = sorted({i for i in end_tokens(lm, tokenizer) if 0 <= i < vocabulary} | set(asked))
     pads = (tokenizer.pad_token_id, *stop_ids)
     return Binding(
         vocabulary=vocabulary,
@@ -64,6 +63,13 @@ def bind(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stop_token_ids
         pad_id=next((i for i in pads if i is not None and 0 <= i < vocabulary), 0),
         ignored=_sampling_options(generation),
     )
+
+
+def end_tokens(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Every id that tokenizer, model and generation config call an end token."""
+    lm = unwrapped(lm)
+    generation = getattr(lm, "generation_config", None)
+    return _ids(tokenizer) | _ids(generation) | _ids(lm.config.get_text_config())
 
 
 def unwrapped(lm: PreTrainedModel) -> PreTrainedModel:

@@ -10,11 +10,11 @@ import http.client
 import json
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import urlsplit
 
 import safetensors.torch
 from torch import Tensor
 
+from lightning_rlhf.rollout.door import agreed_source, bearer
 from lightning_rlhf.rollout.receiver import receive
 
 TIMEOUT = 120.0
@@ -58,7 +58,9 @@ class WeightReceiver:
         cannot spoil what the first has begun to use.
 
         Args:
-            source: address of the trainer's :class:`~lightning_rlhf.rollout.store.WeightStore`, ``http://host:port``.
+            source: address of the trainer's :class:`~lightning_rlhf.rollout.store.WeightStore`, ``http://host:port``;
+                refused unless it is the one this server was started with, see
+                :func:`~lightning_rlhf.rollout.door.agreed_source`.
             token: its bearer token.
             label: the weights that are wanted; others are refused.
 
@@ -67,6 +69,10 @@ class WeightReceiver:
         """
         if label == self.rlhf_label:
             return {"label": label, "parameters": 0}
+        try:
+            agreed_source(source)
+        except ValueError as error:  # nothing was touched
+            return {"error": str(error)}
         self.rlhf_label = ""
         try:
             weights = fetch(source, token, label)
@@ -82,11 +88,12 @@ def fetch(source: str, token: str, label: str) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors, part by part; no more than one part is held.
 
     Raises:
-        ValueError: the trainer refuses, holds other weights, or a part's checksum is wrong.
+        ValueError: the address is not the agreed one, the trainer refuses, holds other weights, or a part's checksum
+            is wrong.
         OSError: the trainer cannot be reached, or the connection broke.
     """
-    address = urlsplit(source)
-    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=TIMEOUT)
+    host, port = agreed_source(source)
+    connection = http.client.HTTPConnection(host, port, timeout=TIMEOUT)
     try:
         manifest = json.loads(_get(connection, "/manifest", token))
         if manifest["label"] != label:
@@ -103,7 +110,7 @@ def fetch(source: str, token: str, label: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _get(connection: http.client.HTTPConnection, path: str, token: str) -> bytes:
-    connection.request("GET", path, headers={"Authorization": f"Bearer {token}"})
+    connection.request("GET", path, headers=bearer(token))
     response = connection.getresponse()
     payload = response.read()
     if response.status != 200:

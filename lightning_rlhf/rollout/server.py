@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lightning_rlhf.rollout.assemble import FINISH, Generated
+from lightning_rlhf.rollout.door import TOKEN, TOKEN_FILE, bearer, is_loopback
 
 CONNECT_TIMEOUT = 5.0
 """Seconds after which a host that does not answer counts as gone."""
@@ -35,12 +36,13 @@ class Server:
     Args:
         url: ``http://host:port``.
         request_timeout: seconds for the response to one prompt, and for one transfer of the weights.
+        token: shown with every request; servers on other machines have one.
 
     Raises:
-        ValueError: ``url`` is no such address.
+        ValueError: ``url`` is no such address, or is one of another machine and there is no token.
     """
 
-    def __init__(self, url: str, *, request_timeout: float) -> None:
+    def __init__(self, url: str, *, request_timeout: float, token: str | None = None) -> None:
         address = urlsplit(url)
         try:
             valid = address.scheme == "http" and address.hostname and address.port and address.path in ("", "/")
@@ -48,10 +50,15 @@ class Server:
             valid = False
         if not valid:
             raise ValueError(f"rollout.urls holds {url!r}, which is not allowed: addresses as http://host:port")
+        if token is None and not is_loopback(address.hostname):
+            raise ValueError(
+                f"rollout.urls holds {url!r}, which is not allowed without a token: a server that others can reach "
+                f"asks for one. Give it to servers and run by rollout.token_file or {TOKEN_FILE} (docs/rollouts.md)"
+            )
         self.url = url.rstrip("/")
         self.facts: dict[str, Any] = {}
         self._host, self._port = str(address.hostname), int(address.port or 0)
-        self._request_timeout = request_timeout
+        self._request_timeout, self._token = request_timeout, token
         self._open: set[socket.socket] = set()
         self._lock = Lock()
 
@@ -169,7 +176,7 @@ class Server:
             connection.connect()
             opened = connection.sock
             self._prepare(opened, timeout)
-            headers = {"Content-Type": "application/json"}
+            headers = {"Content-Type": "application/json", **bearer(self._token)}
             connection.request(method, path, None if body is None else json.dumps(body), headers)
             response = connection.getresponse()
             text = response.read().decode(errors="replace")
@@ -192,6 +199,11 @@ class Server:
             self._open.add(opened)
 
     def _read(self, path: str, status: int, text: str) -> dict[str, Any]:
+        if status in (401, 403):
+            raise ServerMismatch(
+                f"{self.url}{path} answered {status}: {_message(text)}; rollout.token_file, {TOKEN_FILE} or {TOKEN} "
+                "must give the token that the server was started with"
+            )
         if status != 200:
             kind = RequestRefused if 400 <= status < 500 else ServerFailed
             raise kind(f"{self.url}{path} answered {status}: {_message(text)}")

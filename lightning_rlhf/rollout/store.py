@@ -7,14 +7,14 @@ import json
 import secrets
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from hmac import compare_digest
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any
-from urllib.parse import unquote
 
 import safetensors.torch
 from torch import Tensor
+
+from lightning_rlhf.rollout.door import shows
 
 
 class WeightStore:
@@ -31,9 +31,12 @@ class WeightStore:
 
     Raises:
         OSError: the address cannot be listened on.
+        ValueError: it stands for every address of this machine.
     """
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0, part_bytes: int = 256 * 2**20) -> None:
+        if host in ("", "0.0.0.0", "::", "*"):
+            raise ValueError("it stands for every address, and servers cannot be told to fetch from there")
         self.token = secrets.token_urlsafe(32)
         self.part_bytes = part_bytes
         self.label = ""
@@ -62,8 +65,8 @@ class WeightStore:
         """What lies at ``/manifest`` or ``/<label>/<part>``; nothing at any other path."""
         if path == "/manifest" and self.label:
             return json.dumps({"label": self.label, "sha256": self._digests}).encode()
-        label, _, index = unquote(path).lstrip("/").partition("/")
-        if label and label == self.label and index.isdecimal() and int(index) < len(self._parts):
+        label, _, index = path.removeprefix("/").partition("/")
+        if label and label == self.label and index in map(str, range(len(self._parts))):
             return self._parts[int(index)]
         return None
 
@@ -94,13 +97,14 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    timeout = 120.0  # seconds without a byte, after which a connection is closed
     server: _Server
 
     def do_GET(self) -> None:
         store = self.server.store
-        shown = self.headers.get("Authorization", "")
-        if not compare_digest(shown.encode(), f"Bearer {store.token}".encode()):
-            self._answer(403, b"wrong token")
+        shown = self.headers.get_all("Authorization", [])
+        if len(shown) != 1 or not shows(shown[0].encode("latin-1", "replace"), store.token):
+            self._answer(401, b"wrong token")
             return
         payload = store.read(self.path)
         if payload is None:

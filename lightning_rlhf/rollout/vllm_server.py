@@ -18,6 +18,7 @@ from lightning_rlhf.rollout.ahead import Ahead
 from lightning_rlhf.rollout.assemble import Generated, assemble_rollout, row_seeds
 from lightning_rlhf.rollout.base import Sampling
 from lightning_rlhf.rollout.binding import Binding, announce, bind, check_prompts, stop_ids_setting, unwrapped
+from lightning_rlhf.rollout.door import read_token
 from lightning_rlhf.rollout.pool import Row, ServerPool
 from lightning_rlhf.rollout.server import START, Server, ServerMismatch
 from lightning_rlhf.rollout.store import WeightStore
@@ -55,6 +56,8 @@ class VLLMServerEngine:
         request_timeout: seconds for one response and for one transfer of the weights.
         retries: how often to look for a server when none is left, and how often to ask again for one response.
         retry_seconds: between two looks at a server that was dropped; doubled each time when none is left.
+        token_file: file with the token that the servers ask for, readable by its owner alone; ``None``: the
+            environment gives it (see :func:`~lightning_rlhf.rollout.door.read_token`), or the servers ask for none.
         weights_host: address of the first process's machine that the servers can reach; weights are offered there.
         weights_port: port for it; 0 takes a free one.
         weights_part_mib: weights travel in parts of about this size.
@@ -80,6 +83,7 @@ class VLLMServerEngine:
         request_timeout: float = 600.0,
         retries: int = 6,
         retry_seconds: float = 2.0,
+        token_file: str | None = None,
         weights_host: str = "127.0.0.1",
         weights_port: int = 0,
         weights_part_mib: int = 256,
@@ -104,13 +108,18 @@ class VLLMServerEngine:
         self.ignore_eos = ignore_eos
         self.policy_version = 0
         self._address, self._part_bytes = (weights_host, weights_port), weights_part_mib * 2**20
+        token = read_token(token_file)
         self._pool = ServerPool(
-            [Server(url, request_timeout=request_timeout) for url in urls],
+            [Server(url, request_timeout=request_timeout, token=token) for url in urls],
             per_server=requests_per_server,
             retries=retries,
             retry_seconds=retry_seconds,
         )
-        self._settings = {"request_timeout": request_timeout, "weights_part_mib": weights_part_mib}
+        self._settings = {
+            "request_timeout": request_timeout,
+            "weights_part_mib": weights_part_mib,
+            "authenticated": token is not None,
+        }
         # The servers' labels are of this run alone: another run counts its versions from 0, too.
         self._run, self._transfers, self._label = secrets.token_hex(4), 0, ""
         self._source = ("", "")  # of the weights: address and token
@@ -284,7 +293,7 @@ class VLLMServerEngine:
         host, port = self._address
         try:
             return WeightStore(host, port, self._part_bytes)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise ValueError(
                 f"rollout.weights_host = {host!r}, rollout.weights_port = {port}: cannot be listened on ({error}); "
                 "allowed are an address of this machine and a free port, or 0"

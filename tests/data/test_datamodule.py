@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import string
+from copy import deepcopy
 
 import pytest
 import torch
@@ -211,6 +212,52 @@ def test_held_out_prompts_do_not_depend_on_the_runs_seed_or_the_rows_order(token
     assert {key for batch in batches(modules[0]) for key in batch.keys} <= trained
 
 
+def chat_module(tokenizer, *, today: str, **changes) -> PromptDataModule:
+    tokenizer = deepcopy(tokenizer)
+    tokenizer.chat_template = "Today is {{ today }}.{% for m in messages %}{{ m.content }}{% endfor %}"
+    changes = {"validation_size": 8, "text_as_chat": True, "chat_template_kwargs": {"today": today}} | changes
+    return data(tokenizer, rows(24), **changes)
+
+
+def keys(prompts: list[Prompt]) -> list[str]:
+    return [prompt.key for prompt in prompts]
+
+
+def test_a_template_that_writes_the_date_moves_no_prompt_between_training_and_held_out_set(tokenizer):
+    days = [chat_module(tokenizer, today=today) for today in ("9 May", "10 May")]
+    first, second = days
+    assert first.train_prompts[0].text != second.train_prompts[0].text
+    assert keys(first.validation_prompts) == keys(second.validation_prompts)
+    assert keys(first.train_prompts) == keys(second.train_prompts)
+    assert [batch.keys for batch in batches(first)] == [batch.keys for batch in batches(second)]
+
+
+def test_what_does_not_fit_moves_no_prompt_either(tokenizer):
+    whole = chat_module(tokenizer, today="9 May")
+    longest = max(len(prompt.ids) for prompt in whole.train_prompts)
+    short = chat_module(tokenizer, today="9 May", max_prompt_tokens=longest - 1)
+    assert set(keys(short.validation_prompts)) < set(keys(whole.validation_prompts))
+    assert set(keys(short.train_prompts)) < set(keys(whole.train_prompts))
+    assert short.dropped == {"train": 14}  # 10+10= to 23+23=
+
+
+def test_rows_that_differ_in_other_columns_stay_together(tokenizer):
+    twice = [row | {"answer": answer} for row in rows(20) for answer in "ab"]
+    module = data(tokenizer, twice, validation_size=5)
+    assert (len(module.train_prompts), len(module.validation_prompts)) == (30, 5)
+    assert not set(keys(module.train_prompts)) & set(keys(module.validation_prompts))
+
+
+def test_a_part_that_loses_all_prompts_to_the_limit_is_refused():
+    kept, lost = Prompt([1], "1", prompt_key("1"), {}), Prompt([1, 1], "11", prompt_key("11"), {})
+    parts = {name: "" for name in ("training", "held-out")}
+    for fits, too_long in ((kept, lost), (lost, kept)):
+        with pytest.raises(DataError, match=r"data\.validation_size = 1 leaves no (training|held-out) prompt") as error:
+            hold_out([fits], 1, [too_long])
+        parts.pop(str(error.value).split(" leaves no ")[1].split()[0])
+    assert not parts
+
+
 def test_validation_source_of_its_own_in_fixed_order_and_batches(tokenizer):
     module = data(tokenizer, rows(6), rows(20)[6:], validation_limit=7, validation_batch_size=3)
     module.setup("validate")
@@ -236,13 +283,19 @@ def test_without_held_out_prompts_there_is_no_validation(tokenizer):
 def test_overlap_of_validation_and_training_data_is_said(tokenizer, caplog):
     with caplog.at_level(logging.WARNING):
         assert len(data(tokenizer, rows(6), rows(8)[4:]).validation_prompts) == 4
-    assert "data.validation: 2 of 4 prompts are in the training data as well" in caplog.text
+    assert (
+        "data.validation: 2 of 4 prompts are in the training data as well: list:0 is list:4, list:1 is list:5"
+        in caplog.text
+    )
 
 
 def test_repeated_prompts_are_said(tokenizer, caplog):
     with caplog.at_level(logging.WARNING):
-        assert len(data(tokenizer, rows(4) + rows(2)).train_prompts) == 6
-    assert "data.train: 2 of 6 rows repeat a prompt" in caplog.text
+        assert len(data(tokenizer, rows(40) + rows(2)).train_prompts) == 42
+        assert len(data(tokenizer, rows(7) + rows(7)).train_prompts) == 14
+    assert "data.train: 2 of 42 rows repeat a prompt" in caplog.text
+    assert ": list:40 repeats list:0, list:41 repeats list:1\n" in caplog.text
+    assert "list:11 repeats list:4 and 2 more\n" in caplog.text
 
 
 def test_clean_data_gives_no_warning(tokenizer, caplog):
@@ -265,9 +318,8 @@ def test_too_long_prompts_are_dropped_counted_and_said(tokenizer, caplog):
         module.setup("fit")
     assert module.dropped == {"train": 2}
     assert len(module.train_prompts) == 10
-    assert (
-        "data.train: 2 of 12 prompts dropped, longer than data.max_prompt_tokens = 5 (the longest has 6)" in caplog.text
-    )
+    said = "data.train: 2 of 12 prompts dropped, longer than data.max_prompt_tokens = 5 (the longest has 6)"
+    assert f"{said}: list:10, list:11\n" in caplog.text
 
 
 def test_errors_name_the_setting_and_the_place(tokenizer, tmp_path):

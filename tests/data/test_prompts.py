@@ -83,6 +83,40 @@ def test_prompt_carries_key_row_and_text():
     assert encoded.row == row("12+34=")
 
 
+MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+
+
+def test_key_is_that_of_the_rows_content_whatever_template_tokenizer_and_settings_make_of_it():
+    keys = set()
+    for today in ("1 May", "2 May", "10 May"):
+        tokenizer = toy_tokenizer(template="Today is {{ today }}. " + TEMPLATE)
+        encoder = PromptEncoder(tokenizer, system_prompt="x", chat_template_kwargs={"today": today})
+        keys.add(encode_one(encoder, MESSAGES).key)
+    assert keys == {prompt_key(MESSAGES)}
+    wrapped = encode_one(PromptEncoder(toy_tokenizer(), text_as_chat=True, system_prompt="be brief"), "hi")
+    assert wrapped.key == prompt_key("hi") == prompt_key(user("hi"))
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        [{"content": "be brief", "role": "system"}, {"content": "hi", "role": "user"}],
+        [{**message, "name": None, "tool_calls": None} for message in MESSAGES],
+        tuple(MESSAGES),
+    ],
+    ids=["order of keys", "empty columns of Parquet", "tuple"],
+)
+def test_ways_of_writing_the_same_messages_have_one_key(same):
+    assert prompt_key(same) == prompt_key(MESSAGES)
+
+
+def test_normal_forms_of_unicode_have_one_key_and_other_texts_have_another():
+    assert prompt_key("cafe\u0301?") == prompt_key("caf\u00e9?")
+    assert prompt_key([*MESSAGES[:1], *user("cafe\u0301?")]) == prompt_key([*MESSAGES[:1], *user("caf\u00e9?")])
+    different = ["hi", "hi ", "Hi", "\ud83d", MESSAGES, MESSAGES[:1], MESSAGES[::-1], [*MESSAGES, *user("hi")]]
+    assert len({prompt_key(prompt) for prompt in different}) == len(different)
+
+
 def test_system_prompt_goes_before_the_messages_once():
     encoder = PromptEncoder(toy_tokenizer(), system_prompt="be brief")
     encoded = encode_one(encoder, user("hi"))
@@ -114,7 +148,8 @@ def test_long_prompts_are_dropped_and_counted_never_cut():
     encoded = encoder.encode([row("12345"), row("123456"), row("1"), row("1234567")])
     assert [prompt.text for prompt in encoded.prompts] == ["12345", "1"]
     assert [len(prompt.ids) for prompt in encoded.prompts] == [6, 2]
-    assert (encoded.dropped, encoded.longest) == (2, 8)
+    assert [prompt.text for prompt in encoded.too_long] == ["123456", "1234567"]
+    assert encoded.longest == 8
 
 
 def test_more_rows_than_one_tokenizer_call_keep_their_order():
@@ -161,6 +196,34 @@ def test_chat_needs_a_template_and_a_system_prompt_needs_chat():
         encode_one(PromptEncoder(toy_tokenizer(template=None)), user("hi"))
     with pytest.raises(DataError, match=r"data\.system_prompt is set, but the prompt is plain text"):
         encode_one(PromptEncoder(toy_tokenizer(), system_prompt="be brief"), "hi")
+
+
+REFUSING = "{% if messages|length > 1 %}{{ raise_exception('roles must alternate') }}{% endif %}x"
+
+
+@pytest.mark.parametrize(
+    ("template", "value", "message"),
+    [
+        (REFUSING, MESSAGES, "train.jsonl:7: the chat template refuses the messages: roles must alternate"),
+        ("{{ none.x.y }}", MESSAGES, "train.jsonl:7: the chat template refuses the messages: UndefinedError: "),
+        ("{{ 'a' + 1 }}", MESSAGES, "train.jsonl:7: the chat template refuses the messages: TypeError: "),
+        (TEMPLATE, user("ab\ud83d"), "train.jsonl:7: the prompt is no valid Unicode: character 12 is '\\ud83d'"),
+        (TEMPLATE, "ab\ud83d", "train.jsonl:7: the prompt is no valid Unicode: character 3 is '\\ud83d', half of a"),
+    ],
+)
+def test_rows_that_template_or_unicode_refuse_are_named(template, value, message):
+    with pytest.raises(DataError) as error:
+        PromptEncoder(toy_tokenizer(template=template)).encode([{"prompt": "ok", SOURCE_KEY: "a"}, row(value)])
+    assert str(error.value).startswith(message)
+
+
+def test_a_row_that_the_tokenizer_refuses_is_named_among_others():
+    tokens = {"a": 0, "b": 1}
+    core = Tokenizer(models.WordLevel(tokens, unk_token="?"))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    rows = [{"prompt": text, SOURCE_KEY: f"train.jsonl:{line}"} for line, text in enumerate(["ab", "b", "ac"], start=1)]
+    with pytest.raises(DataError, match=r"train\.jsonl:3: the tokenizer refuses the prompt 'ac': .*WordLevel"):
+        PromptEncoder(PreTrainedTokenizerFast(tokenizer_object=core)).encode(rows)
 
 
 def test_no_rows_and_a_limit_below_one_are_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -67,22 +68,100 @@ def test_limit_must_be_a_whole_number(tmp_path):
             JSONLSource(tmp_path / "a.jsonl", limit=limit)
 
 
-def test_malformed_jsonl_line_is_named_with_file_line_and_text(tmp_path):
-    path = write_jsonl(tmp_path / "train.jsonl", json.dumps(ROWS[0]), '{"prompt": "1+1=", "answer" "2"}')
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "1+1=", "answer" "2"}', "not valid JSON (Expecting ':' delimiter at column 29): "),
+        ('{"prompt": "1+1="', "not valid JSON (Expecting ',' delimiter at column 18): "),
+        ('   {"prompt": "\u00e4\u00f6" 1}', "not valid JSON (Expecting ',' delimiter at column 20): "),
+        ('{"prompt": "' + "x" * 500 + '", answer: 1}', "not valid JSON (Expecting property name enclosed in double"),
+        ('{"prompt": "1"} {"prompt": "2"}', "not valid JSON (Extra data at column 17): "),
+        ('{"prompt": "' + "[" * 5 + '", "a": ' + "[" * 100_000, "not valid JSON that can be read: it is nested too de"),
+        ('{"prompt": "1", "answer": "\\ud83d"}', "no valid Unicode: '\\ud83d' is half of a surrogate pair, in "),
+        ('["prompt"]', "a line must hold one JSON object such as {\"prompt\": ...}, not ['prompt']"),
+        ('"prompt"', "a line must hold one JSON object such as"),
+    ],
+    ids=["colon", "cut off", "behind spaces and umlauts", "far behind", "two", "deep", "surrogate", "array", "text"],
+)
+@pytest.mark.parametrize("end", ["\n", "\r\n", ""], ids=["LF", "CRLF", "none"])
+def test_malformed_jsonl_line_is_named_with_file_line_column_and_text(tmp_path, line, message, end):
+    path = tmp_path / "train.jsonl"
+    path.write_bytes((json.dumps(ROWS[0]) + "\n" + line + end).encode())
     with pytest.raises(DataError) as error:
         list(JSONLSource(path))
-    message = str(error.value)
-    assert message.startswith(f"{path}:2: not valid JSON (Expecting ':' delimiter at column 29)")
-    assert '{"prompt": "1+1=", "answer" "2"}' in message
+    text = str(error.value)
+    assert text.startswith(f"{path}:2: {message}")
+    assert len(text) < len(str(path)) + 200
 
 
-def test_jsonl_line_that_is_no_object_or_no_text_is_named(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", "[1, 2]")
-    with pytest.raises(DataError, match=r"a\.jsonl:1: a line must hold one JSON object .* not \[1, 2\]"):
+def test_the_text_around_a_mistake_far_behind_is_shown(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", '{"prompt": "' + "x" * 500 + '", answer: 1}')
+    with pytest.raises(DataError, match=r"at column 516\): 'x+\", answer: 1}'$"):
         list(JSONLSource(path))
-    path.write_bytes(b'{"prompt": "ok"}\n{"prompt": "\xff"}\n')
-    with pytest.raises(DataError, match=r"a\.jsonl:2: not UTF-8 text"):
+
+
+BYTES = {
+    "invalid byte": (
+        b'{"prompt": "ok"}\n{"prompt": "\xff"}\n',
+        r":2: not UTF-8 text .invalid start byte at byte 13",
+    ),
+    "UTF-16": ('{"prompt": "ok"}'.encode("utf-16"), r":1: not UTF-8 text but UTF-16; save the file as UTF-8"),
+    "gzip": (gzip.compress(b'{"prompt": "ok"}'), r":1: not text but a gzip archive; unpack it first"),
+    "array on one line": (b'[{"prompt": "ok"}]', r":1: a line must .*looks like one JSON array.*jq -c '\.\[\]' old"),
+    "array on many": (b'[\n {"prompt": "ok"}\n]', r":1: not valid JSON \(Expecting value.*looks like one JSON array"),
+    "object on many": (b'{\n "prompt": "ok"\n}', r":1: not valid JSON .*looks like JSON over several lines.*jq -c \. "),
+    "empty": (b"", " holds no row$"),
+    "only blank lines": (b"\n \r\n", " holds no row$"),
+    "only a byte order mark": (b"\xef\xbb\xbf", " holds no row$"),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), BYTES.values(), ids=BYTES)
+def test_files_that_are_no_jsonl_say_what_they_are(tmp_path, content, message):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=rf"a\.jsonl{message}"):
         list(JSONLSource(path))
+
+
+def test_pairs_of_surrogates_and_escaped_backslashes_are_fine(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", r'{"prompt": "\ud83d\ude00 \\ud83d"}')
+    assert without_source(JSONLSource(path)) == [{"prompt": "\U0001f600 \\ud83d"}]
+
+
+def test_a_folder_or_pattern_of_files_is_read_in_the_order_of_names(tmp_path):
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for number in (1, 0, 2):
+        name = f"part-{number:05}.snappy.parquet"
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS[2 * number : 2 * number + 2]), folder / name)
+    (folder / "_SUCCESS").write_text("")
+    (folder / "._part-00000.parquet").write_text("left by a Mac")
+    first, last = folder / "part-00000.snappy.parquet", folder / "part-00002.snappy.parquet"
+    for path in (folder, folder / "*.parquet"):
+        for source in (ParquetSource(path), open_source(str(path))):
+            read = list(source)
+            assert without_source(read) == ROWS
+            assert [read[0][SOURCE_KEY], read[4][SOURCE_KEY]] == [f"{first}:1", f"{last}:1"]
+    assert without_source(ParquetSource(folder, limit=3)) == ROWS[:3]
+
+
+def test_folders_of_jsonl_and_folders_that_cannot_be_read(tmp_path):
+    write_jsonl(tmp_path / "b.ndjson", json.dumps(ROWS[1]))
+    write_jsonl(tmp_path / "a.jsonl", json.dumps(ROWS[0]))
+    assert without_source(open_source(tmp_path)) == ROWS[:2]
+    with pytest.raises(DataError, match=r"has no file that ends in \.parquet; it holds: a\.jsonl, b\.ndjson"):
+        list(ParquetSource(tmp_path))
+    (tmp_path / "c.parquet").write_text("")
+    with pytest.raises(DataError, match=r"holds both JSONL and Parquet files; name one kind, as in \*\.parquet"):
+        open_source(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"has no file that ends in \.jsonl or \.ndjson; it holds: nothing"):
+        list(JSONLSource(tmp_path / "empty"))
+    with pytest.raises(DataError, match=r"empty' is not a data file: allowed are .* and folders of such files"):
+        open_source(tmp_path / "empty")
+    with pytest.raises(DataError, match=r"'a\.jsonl\.gz' is not a data file: .*; unpack it first"):
+        open_source("a.jsonl.gz")
 
 
 @pytest.mark.parametrize("source", [JSONLSource, ParquetSource])

@@ -235,7 +235,7 @@ def test_a_long_outage_is_caught_up_in_large_calls(make: Make, monkeypatch: pyte
 def test_the_rest_is_sent_when_the_run_is_resumed(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The server stays away until the run has ended; the run is resumed from iteration 3 and repeats 4 and 5."""
+    """The store stays away until the run has ended; the run goes on from iteration 3 and does 4 and 5 again."""
     first = make()
     outage = Outage(first, monkeypatch)
     for step in (1, 2, 3):
@@ -248,10 +248,11 @@ def test_the_rest_is_sent_when_the_run_is_resumed(
         first.finalize("success")
     assert "sent when the run is resumed" in caplog.text
     second = make(resume_from=tmp_path / "run")
-    for step in (4, 5, 6):
+    second.log_start(3)
+    for step in (4, 6):
         second.log_metrics({"reward/mean": 10.0 * step}, step=step)
     assert second.run_id == first.run_id
-    assert history(second, "reward/mean") == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 5.0), (6, 60.0)]
+    assert history(second, "reward/mean") == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0), (6, 60.0)]
 
 
 def test_the_rest_follows_into_another_folder(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,16 +292,94 @@ def test_a_half_written_last_line_is_dropped(make: Make, tmp_path: Path, monkeyp
     assert history(second, "reward/mean") == [(1, 1.0), (2, 2.0)]
 
 
-def test_steps_repeated_after_a_crash_are_stored_once(make: Make, tmp_path: Path) -> None:
+def test_what_was_recorded_of_iterations_that_are_done_again_is_void(make: Make, tmp_path: Path) -> None:
+    """0.61 was logged for iteration 4 by a start that went astray; 0.535, of the one that counts, stays."""
     first = make()
-    for step in (1, 2, 3, 4):
-        first.log_metrics({"reward/mean": float(step)}, step=step)
+    for step, value in ((1, 0.1), (2, 0.2), (3, 0.6), (4, 0.61)):
+        first.log_metrics({"reward/mean": value, "my/late": value} if step > 2 else {"reward/mean": value}, step=step)
     assert first.flush(30)
     second = make(resume_from=tmp_path / "run")
-    for step in (3, 4, 5):
-        second.log_metrics({"reward/mean": -1.0 * step, "kl/ref": 0.1}, step=step)
-    assert history(second, "reward/mean") == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, -5.0)]
-    assert [step for step, _ in history(second, "kl/ref")] == [3, 4, 5]
+    second.log_start(2)
+    latest = {metric: stored(second).data.metrics.get(metric) for metric in ("reward/mean", "my/late")}
+    assert latest == {"reward/mean": 0.2, "my/late": None}, "what MLflow shows in its table, too"
+    for step, value in ((3, 0.3), (4, 0.535)):
+        second.log_metrics({"reward/mean": value, "kl/ref": 0.1}, step=step)
+    assert history(second, "reward/mean") == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.535)]
+    assert history(second, "my/late") == []
+    assert stored(second).data.metrics["reward/mean"] == 0.535
+
+
+def test_a_server_shows_the_value_that_was_written_last(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without access to its database nothing can be deleted; equal values are not stored twice."""
+    monkeypatch.setattr("lightning_rlhf.reporting.store._engine", lambda client: None)
+    first = make()
+    for step, value in ((1, 0.1), (2, math.nan), (3, 0.61)):
+        first.log_metrics({"reward/mean": value}, step=step)
+    assert first.flush(30)
+    second = make(resume_from=tmp_path / "run")
+    second.log_start(1)
+    for step, value in ((2, math.nan), (3, 0.535)):
+        second.log_metrics({"reward/mean": value}, step=step)
+    assert [step for step, _ in history(second, "reward/mean")] == [1, 2, 3, 3]
+    assert stored(second).data.metrics["reward/mean"] == 0.535
+
+
+def test_a_branch_is_a_child_of_the_run(make: Make, tmp_path: Path) -> None:
+    first = make(experiment_name="mine")
+    first.log_metrics({"reward/mean": 1.0}, step=1)
+    assert first.flush(30)
+    branch = make("branch", branch_from=tmp_path / "run", branch_iteration=6)
+    branch.log_start(6)
+    branch.log_metrics({"reward/mean": 2.0}, step=7)
+    tags = stored(branch).data.tags
+    assert branch.run_id != first.run_id and branch.experiment_id == first.experiment_id
+    assert tags["mlflow.parentRunId"] == first.run_id
+    assert tags["lightning_rlhf.branch_of"] == f"{first.run_id} at iteration 6"
+    assert history(first, "reward/mean") == [(1, 1.0)] and history(branch, "reward/mean") == [(7, 2.0)]
+    again = make("branch", resume_from=tmp_path / "branch", branch_from=tmp_path / "run", branch_iteration=6)
+    assert again.run_id == branch.run_id
+
+
+def test_a_folder_that_is_moved_takes_its_store_with_it(tmp_path: Path, fresh_store: Path) -> None:
+    before, now = tmp_path / "p", tmp_path / "p2"
+    (before / "mlflow").mkdir(parents=True)
+    shutil.copy(fresh_store, before / "mlflow" / "mlflow.db")
+    first = RLMLFlowLogger(before / "outputs" / "run", store_dir=before / "mlflow", experiment_name="moved")
+    first.log_metrics({"reward/mean": 1.0}, step=1)
+    first.log_text("text", "note.txt")
+    first.finalize()
+    before.rename(now)
+    second = RLMLFlowLogger(now / "outputs" / "run", store_dir=now / "mlflow", resume_from=now / "outputs" / "run")
+    second.log_start(1)
+    second.log_metrics({"reward/mean": 2.0}, step=2)
+    second.log_text("later", "later.txt")
+    assert second.run_id == first.run.record.run_id and second.tracking_uri == f"sqlite:///{now}/mlflow/mlflow.db"
+    assert history(second, "reward/mean") == [(1, 1.0), (2, 2.0)]
+    assert artifact(second, "note.txt", tmp_path) == "text" and artifact(second, "later.txt", tmp_path) == "later"
+    assert not before.exists(), "nothing is made in the old place"
+
+
+def test_a_run_that_is_lost_goes_on_in_a_new_one(make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a folder that was moved without its store, and of a run that was deleted."""
+    first = make()
+    first.log_metrics({"reward/mean": 1.0}, step=1)
+    assert first.flush(30) and first.run_id is not None
+    MlflowClient(first.tracking_uri).delete_run(first.run_id)
+    with caplog.at_level(logging.WARNING, logger="lightning_rlhf"):
+        second = make(resume_from=tmp_path / "run")
+        second.log_start(1)
+    assert caplog.text.count("goes on in a new run") == 1
+    assert second.run_id != first.run_id
+    assert stored(second).data.tags["lightning_rlhf.continues"] == first.run_id
+
+    record = RunRecord.read(tmp_path / "run")
+    assert record is not None
+    record.tracking_uri = f"sqlite:///{tmp_path}/gone/mlflow.db"
+    record.write(tmp_path / "run")
+    third = make(resume_from=tmp_path / "run")
+    assert third.run_id == second.run_id and not (tmp_path / "gone").exists(), "found in the store that is configured"
 
 
 def test_a_second_run_in_the_same_folder_is_a_run_of_its_own(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

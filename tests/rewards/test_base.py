@@ -48,7 +48,7 @@ NOT_FINITE = [float("nan"), float("inf"), -float("inf"), 1e300]
 @pytest.mark.parametrize(
     "result",
     [
-        *([0.0, value] for value in [*NOT_FINITE, None, "high"]),
+        *([0.0, value] for value in [*NOT_FINITE, None, "high", "1", 1j, [1.0]]),
         *(torch.tensor([0.0, value], dtype=torch.float64) for value in NOT_FINITE),
     ],
     ids=repr,
@@ -66,6 +66,12 @@ def test_not_a_finite_number_names_term_row_prompt_and_value(result):
 @pytest.mark.parametrize(
     ("result", "message"),
     [
+        ("10", "reward term 'mine': a sequence of 2 numbers is wanted, not str '10'"),
+        ({"a": 1.0, "b": 0.0}, "reward term 'mine': a sequence of 2 numbers is wanted, not dict {'a': 1.0, 'b': 0.0}"),
+        ({0.0, 1.0}, "reward term 'mine': a sequence of 2 numbers is wanted, not set {0.0, 1.0}"),
+        (torch.zeros(2, 1).numpy(), r"reward term 'mine': a tensor of shape \[2\] is wanted, not .*\[2, 1\]"),
+        (torch.tensor(1.0), r"reward term 'mine': a tensor of shape \[2\] is wanted, not of shape \[\]"),
+        (iter([1.0, 0.0]), "reward term 'mine': a sequence of 2 numbers is wanted, not <list_iterator"),
         ([1.0], "reward term 'mine': 1 numbers for 2 responses"),
         ([], "reward term 'mine': 0 numbers for 2 responses"),
         (torch.zeros(3), "reward term 'mine': 3 numbers for 2 responses"),
@@ -77,6 +83,53 @@ def test_not_a_finite_number_names_term_row_prompt_and_value(result):
 def test_wrong_number_of_numbers_names_the_term(result, message):
     with pytest.raises(RewardError, match=message):
         evaluate("mine", lambda batch: result, batch("a", "b"))
+
+
+def test_an_exception_names_term_row_and_response():
+    def mine(batch: RewardBatch) -> list[float]:
+        return [1 / len(response) for response in batch.responses]
+
+    with pytest.raises(RewardError) as error:
+        evaluate("mine", mine, batch("good", "", "x"))
+    assert str(error.value) == (
+        "reward term 'mine': ZeroDivisionError: division by zero, for row 1 of the batch (train.jsonl:2, "
+        f"prompt key {prompt_key('prompt 1')}): prompt 'prompt 1', response ''"
+    )
+    assert isinstance(error.value.__cause__, ZeroDivisionError)
+
+
+def test_an_exception_that_no_row_raises_alone_names_the_batch():
+    def mine(batch: RewardBatch) -> list[float]:
+        if len(batch) > 1:
+            raise KeyError("many")
+        return [0.0]
+
+    with pytest.raises(RewardError, match=r"'mine': KeyError: 'many', for the batch as a whole, though for none of"):
+        evaluate("mine", mine, batch("a", "b"))
+
+
+def test_running_out_of_memory_stays_what_it_is():
+    def mine(batch: RewardBatch) -> list[float]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        evaluate("mine", mine, batch("a", "b"))
+
+
+def test_an_async_function_is_refused_with_the_way_out(recwarn):
+    async def mine(batch: RewardBatch) -> list[float]:
+        return [0.0] * len(batch)
+
+    with pytest.raises(RewardError, match=r"reward term 'mine' is an async function; .* calls asyncio\.run"):
+        evaluate("mine", mine, batch("a", "b"))  # type: ignore[arg-type]
+    assert not recwarn.list  # no coroutine that was never awaited
+
+
+def test_what_is_left_out_of_a_batch_is_taken_from_the_rest_and_goes_with_its_row():
+    rows = batch("a", "b")
+    assert rows.plain_responses == ["a", "b"]
+    assert rows.keys == [prompt_key("prompt 0"), prompt_key("prompt 1")]
+    assert vars(rows.only(1)) == {name: value[1:] for name, value in vars(rows).items()}
 
 
 def test_fields_of_a_batch_have_one_length():

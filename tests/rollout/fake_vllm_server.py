@@ -29,7 +29,7 @@ def response_to(seed: int, limit: int, vocabulary: int = 50) -> list[int]:
 
 
 class FakeVLLMServer:
-    def __init__(self, *, port: int = 0, fault: Fault | None = None, **facts: Any) -> None:
+    def __init__(self, *, port: int = 0, fault: Fault | None = None, token: str | None = None, **facts: Any) -> None:
         self.facts = {"model": "fake", "vocabulary": 50, "max_model_len": 64, "logprobs_mode": "processed_logprobs"}
         self.facts |= {"dtype": "float32", "quantization": None}
         self.facts |= facts
@@ -55,7 +55,10 @@ class FakeVLLMServer:
             def do_POST(self) -> None:
                 length = int(self.headers.get("Content-Length", 0))
                 body = json.loads(self.rfile.read(length) or "{}")
-                status, answer = fake.answer(self.path, body)
+                if token is not None and self.headers.get("Authorization") != f"Bearer {token}":
+                    status, answer = 401, {"error": {"message": "this server asks for its token"}}
+                else:
+                    status, answer = fake.answer(self.path, body)
                 payload = json.dumps(answer).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(payload)))

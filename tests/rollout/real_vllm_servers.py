@@ -22,10 +22,12 @@ START_SECONDS = 300
 class RealServer:
     """One server for the run that the overrides describe."""
 
-    def __init__(self, overrides: list[str], log: Path, port: int | None = None) -> None:
+    def __init__(
+        self, overrides: list[str], log: Path, port: int | None = None, environment: dict[str, str] | None = None
+    ) -> None:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.overrides, self.log = overrides, log
+        self.overrides, self.log, self.environment = overrides, log, environment or {}
         self.start()
 
     def start(self) -> None:
@@ -35,7 +37,7 @@ class RealServer:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "lightning_rlhf.cli", *words],
-                env=os.environ | settings,
+                env=os.environ | settings | self.environment,
                 cwd=self.log.parent,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -25,15 +25,19 @@ def test_the_store_answers_only_to_its_token_and_label():
     store = WeightStore(part_bytes=100)
     store.publish("run-1", [("w", torch.ones(3))])
 
-    def ask(path: str, token: str | None = None) -> int:
+    def ask(path: str, token: str | None = None, method: str = "GET") -> int:
         connection = http.client.HTTPConnection(store.url.removeprefix("http://"))
-        connection.request("GET", path, headers={"Authorization": f"Bearer {token or store.token}"})
+        shown = f"Bearer {store.token if token is None else token}"
+        connection.request(method, path, headers={"Authorization": shown} if shown != "Bearer " else {})
         return connection.getresponse().status
 
     assert [ask(path) for path in ("/manifest", "/run-1/0", "/run-1/1", "/run-0/0", "/run-1/-1", "/")] == [
         *(200, 200, 404, 404, 404, 404)
     ]
-    assert ask("/manifest", "guess") == ask("/run-1/0", "guess") == 403
+    assert {ask(path, guess) for path in ("/manifest", "/run-1/0", "/") for guess in ("guess", "")} == {401}
+    odd = ("/../run-1/0", "/run-1/../run-1/0", "/run%2D1/0", "/run-1/00", "/run-1/" + "9" * 5000)
+    assert {ask(path) for path in odd} == {404}
+    assert {ask("/run-1/0", method=method) for method in ("POST", "HEAD", "PUT", "OPTIONS")} == {501}
     snapshot = copy.copy(store._parts)
     store.publish("run-2", [("w", torch.zeros(3))])
     assert ask("/run-1/0") == 404 and store._parts != snapshot

@@ -483,7 +483,8 @@ def test_the_worker_writes_weights_once_and_again_after_a_failure(monkeypatch):
     monkeypatch.setattr(extension, "receive", receive)
     worker = extension.WeightReceiver()
     assert worker.rlhf_held() == {"label": ""}
-    answers = [worker.rlhf_receive("source", "token", label) for label in ("a", "a", "b", "broken", "b")]
+    source = "http://127.0.0.1:7000"
+    answers = [worker.rlhf_receive(source, "token", label) for label in ("a", "a", "b", "broken", "b")]
     assert [answer.get("label") for answer in answers] == ["a", "a", "b", None, "b"]
     assert "incomplete" in answers[3]["error"]
     assert written == ["a", "b", "b"] and worker.rlhf_held() == {"label": "b"}

@@ -1,0 +1,161 @@
+"""SIGINT (Ctrl-C) and SIGTERM: the first one ends a run between two iterations, the second one at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+REQUEST = "stop_request"
+"""In a run's output folder: who started several processes asks them to stop by writing a signal's number there."""
+
+_POLL_SECONDS = 0.5
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupted(SIGTERMException):
+    """A signal has ended the work. A ``SystemExit``: Lightning, Hydra and handlers of errors let it through.
+
+    Args:
+        signum: of the signal; the exit code is 128 + it, as shells count.
+        on_every_rank: whether all processes of the run agreed on it and raise it at the same point.
+    """
+
+    def __init__(self, signum: int, *, on_every_rank: bool = False) -> None:
+        super().__init__(128 + signum)
+        self.signum, self.on_every_rank = signum, on_every_rank
+        self.told = False
+        """Whether the user has been told where the run can go on."""
+
+    def __str__(self) -> str:
+        return signal.Signals(self.signum).name
+
+
+class Signals:
+    """What the two signals do while the context lasts.
+
+    A signal raises :class:`Interrupted` where it finds the main thread, unless :meth:`hold` said that something must be
+    finished first: then it is noted in :attr:`received`, and who held it raises later. A second one is never held.
+    A signal that was ignored before (``nohup``, jobs in the background) stays ignored. Outside the main thread nothing
+    is installed; requests by file still arrive.
+
+    Args:
+        request: file to watch for a request of another process (see :data:`REQUEST`); ``None``: none.
+    """
+
+    def __init__(self, request: Path | None = None) -> None:
+        self.received = 0
+        """Number of the signal that was noted, 0 if there was none."""
+        self._request = request
+        self._held: str | None = None
+        self._former: dict[int, Any] = {}
+        self._ended = threading.Event()
+
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is threading.main_thread():
+            before = {number: signal.getsignal(number) for number in _SIGNALS}
+            self._former = {n: handler for n, handler in before.items() if handler not in (signal.SIG_IGN, None)}
+        self.install()
+        _active.append(self)
+        if self._request is not None:
+            threading.Thread(target=self._watch, args=(self._request,), name="stop request", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        _active.remove(self)
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+
+    def install(self) -> None:
+        """Put the handlers in place (again: Lightning and Ray set their own when they start)."""
+        if threading.current_thread() is threading.main_thread():
+            for number in self._former:
+                signal.signal(number, self._on_signal)
+
+    def hold(self, said: str) -> None:
+        """From here on something is finished first; ``said`` is what the user reads at once."""
+        self._held = said
+
+    def release(self) -> None:
+        """The next signal raises again. One that was noted does not: who held it does."""
+        self._held = None
+
+    def _on_signal(self, signum: int, _: FrameType | None) -> None:
+        if self.received:
+            for number in self._former:  # a third one ends the process the hard way
+                signal.signal(number, signal.SIG_DFL)
+            raise Interrupted(signum)
+        self.received = signum
+        if self._held is None:
+            raise Interrupted(signum)
+        say(self._held)
+
+    def _watch(self, request: Path) -> None:
+        while not self._ended.wait(_POLL_SECONDS):
+            signum = read_request(request)
+            if signum and not self.received:
+                if self._former:
+                    os.kill(os.getpid(), signum)  # Python runs the handler in the main thread
+                else:
+                    self.received = signum
+                return
+
+
+_active: list[Signals] = []
+
+
+def signals() -> Signals:
+    """The innermost context in force; outside of any, one that never receives a signal."""
+    return _active[-1] if _active else Signals()
+
+
+def say(text: str) -> None:
+    """A line on the standard error stream, from a handler of signals, too, where ``print`` may not be called again."""
+    with suppress(OSError):
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"\n{text}\n".encode())
+
+
+# --- several processes -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def passed_on(folder: Path) -> Iterator[Signals]:
+    """In the process that started those of a run: the first signal asks them to stop, the second one raises here."""
+    request = folder / REQUEST
+    request.unlink(missing_ok=True)
+    own = _PassedOn(request)
+    own.hold("stopping between two iterations; press Ctrl-C again to stop now")
+    try:
+        with own:
+            yield own
+    finally:
+        request.unlink(missing_ok=True)
+
+
+class _PassedOn(Signals):
+    def __init__(self, request: Path) -> None:
+        super().__init__()
+        self._file = request
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if not self.received:
+            self._file.write_text(str(int(signum)), encoding="ascii")
+        super()._on_signal(signum, frame)
+
+
+def read_request(file: Path) -> int:
+    """The signal that was asked for, 0 if none was."""
+    try:
+        text = file.read_text(encoding="ascii").strip()
+    except OSError:
+        return 0
+    return int(text) if text.isdigit() else 0

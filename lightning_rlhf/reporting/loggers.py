@@ -1,0 +1,113 @@
+"""Loggers of a run: any number of them, named blocks of the configuration, and what they may be told.
+
+Every logger of Lightning can be one. Beside numbers it is told what it has a method for:
+
+* ``log_start(iteration)``: training goes on behind this iteration; what was recorded of later ones is void.
+* ``log_config(config)``: the resolved configuration, in place of ``log_hyperparams`` with its flattened keys.
+* ``log_samples(rows, iteration)``, ``log_decisions(rows)``: tables; ``log_file(path, folder)``: a figure.
+* ``log_checkpoints(paths, latest=..., best=...)``: the checkpoints that exist.
+* ``closing_lines()``: where the record is, for the terminal.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.utilities import rank_zero_only
+
+
+def tell(loggers: Iterable[Logger], what: str, *arguments: Any, **options: Any) -> list[Any]:
+    """Call the method ``what`` of every logger that has it; what they returned."""
+    methods = [getattr(logger, what, None) for logger in loggers]
+    return [method(*arguments, **options) for method in methods if method is not None]
+
+
+def log_config(loggers: Iterable[Logger], config: Mapping[str, Any]) -> None:
+    """Give every logger the whole configuration, under the dotted keys of overrides."""
+    for logger in loggers:
+        if hasattr(logger, "log_config"):
+            logger.log_config(config)
+        else:
+            logger.log_hyperparams(dict(_leaves(config, "")))
+
+
+def _leaves(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+# --- in the configuration --------------------------------------------------------------------------------------------
+
+MLFLOW = "lightning_rlhf.reporting.RLMLFlowLogger"
+
+
+def blocks_of(loggers: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The blocks of ``logger`` by name; a single block without a name gets that of its class."""
+    if not loggers:
+        return {}
+    if "_target_" in loggers:
+        name = {MLFLOW: "mlflow"}.get(str(loggers["_target_"]), str(loggers["_target_"]).rpartition(".")[2].lower())
+        return {name: dict(loggers)}
+    return {name: block for name, block in loggers.items() if block is not None}
+
+
+def tracked(loggers: Mapping[str, Any] | None, **options: Any) -> dict[str, Any]:
+    """The blocks of ``logger`` with options set in those of MLflow: how the tracked run goes on."""
+    return {
+        name: block | options if isinstance(block, dict) and block.get("_target_") == MLFLOW else block
+        for name, block in blocks_of(loggers).items()
+    }
+
+
+# --- the others ------------------------------------------------------------------------------------------------------
+
+
+class RunCSVLogger(CSVLogger):
+    """Lightning's, for runs that go on: the rows that were written before stay, up to where training continues."""
+
+    _continues_behind: int | None = None
+
+    @rank_zero_only
+    def log_start(self, iteration: int) -> None:
+        """Keep the rows of earlier starts up to this iteration, which Lightning's logger would delete."""
+        file = Path(self.log_dir) / "metrics.csv"
+        rows = list(csv.DictReader(file.open(encoding="utf-8", newline=""))) if file.exists() else []
+        # Lightning warns of a folder that is not empty; what it would lose is in `rows`.
+        file.unlink(missing_ok=True)
+        for row in rows:
+            step = int(row.pop("step"))
+            if step <= iteration:
+                self.experiment.log_metrics({name: float(value) for name, value in row.items() if value}, step)
+        self.save()
+
+
+class RunTensorBoardLogger(TensorBoardLogger):
+    """Lightning's, for runs that go on: TensorBoard hides what was recorded of iterations that are done again."""
+
+    def __init__(self, save_dir: str, **options: Any) -> None:
+        try:
+            super().__init__(save_dir, **options)
+        except ModuleNotFoundError as error:
+            raise ImportError(f'needs TensorBoard: pip install "lightning-rlhf[tensorboard]" ({error})') from error
+
+    @rank_zero_only
+    def log_start(self, iteration: int) -> None:
+        """Later steps of earlier event files are void."""
+        self._kwargs["purge_step"] = iteration + 1
+
+
+class RunWandbLogger(WandbLogger):
+    """Lightning's, with an error that says what to install."""
+
+    def __init__(self, **options: Any) -> None:
+        try:
+            super().__init__(**options)
+        except ModuleNotFoundError as error:
+            raise ImportError(f'needs Weights & Biases: pip install "lightning-rlhf[wandb]" ({error})') from error

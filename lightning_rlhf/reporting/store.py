@@ -1,0 +1,76 @@
+"""What MLflow's interface does not offer, done in its database: only where the store is one, never through a server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlparse
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+
+def _engine(client: MlflowClient) -> Any:
+    """SQLAlchemy's engine of the store; ``None`` for a server."""
+    return getattr(client._tracking_client.store, "engine", None)
+
+
+def forget_steps_behind(client: MlflowClient, run_id: str, step: int) -> bool:
+    """Delete the metrics of later steps, which a run that goes on from ``step`` writes again.
+
+    MLflow keeps every value that was ever logged for a step, and its charts draw them all. A server offers no way to
+    delete some; there the value that was written last is the one that MLflow shows as the latest.
+
+    Returns:
+        Whether that was possible.
+    """
+    engine = _engine(client)
+    if engine is None:
+        return False
+    from mlflow.store.tracking.dbmodels.models import SqlLatestMetric, SqlMetric
+    from sqlalchemy import delete, insert, select
+
+    of_run = [table.run_uuid == run_id for table in (SqlMetric, SqlLatestMetric)]
+    with engine.begin() as connection:
+        connection.execute(delete(SqlMetric).where(of_run[0], SqlMetric.step > step))
+        late = select(SqlLatestMetric.key).where(of_run[1], SqlLatestMetric.step > step)
+        for key in connection.scalars(late).all():
+            connection.execute(delete(SqlLatestMetric).where(of_run[1], SqlLatestMetric.key == key))
+            columns = [SqlMetric.key, SqlMetric.value, SqlMetric.timestamp, SqlMetric.step, SqlMetric.is_nan]
+            newest = (SqlMetric.step.desc(), SqlMetric.timestamp.desc(), SqlMetric.value.desc())
+            row = connection.execute(select(*columns).where(of_run[0], SqlMetric.key == key).order_by(*newest)).first()
+            if row is not None:
+                connection.execute(insert(SqlLatestMetric).values(run_uuid=run_id, **row._mapping))
+    return True
+
+
+def artifacts_beside(client: MlflowClient, database: Path) -> bool:
+    """Where the folder of a local store has been moved, say so in the database, which holds absolute paths.
+
+    Returns:
+        Whether anything had to be changed.
+    """
+    from mlflow.store.tracking.dbmodels.models import SqlExperiment, SqlRun
+    from sqlalchemy import select, update
+
+    engine, now = _engine(client), database.parent / "artifacts"
+    if engine is None:
+        return False
+    with engine.begin() as connection:
+        places = connection.scalars(select(SqlExperiment.artifact_location).distinct()).all()
+        former = [place for place in places if place and _is_former(place, now)]
+        for place in former:
+            experiments = update(SqlExperiment).where(SqlExperiment.artifact_location == place)
+            connection.execute(experiments.values(artifact_location=now.as_uri()))
+            runs = select(SqlRun.run_uuid, SqlRun.artifact_uri).where(SqlRun.artifact_uri.startswith(f"{place}/"))
+            for run_id, uri in connection.execute(runs).all():
+                moved = now.as_uri() + uri.removeprefix(place)
+                connection.execute(update(SqlRun).where(SqlRun.run_uuid == run_id).values(artifact_uri=moved))
+    return bool(former)
+
+
+def _is_former(uri: str, now: Path) -> bool:
+    """Whether this is the folder of artifacts beside this database, at another place."""
+    parsed = urlparse(uri)
+    path = Path(unquote(parsed.path))
+    return parsed.scheme == "file" and path != now and path.parts[-2:] == now.parts[-2:]

@@ -1,0 +1,170 @@
+"""The folder of a run: claimed by one run, written by one command at a time, and a list of its starts."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from lightning_rlhf.schema import InputError
+
+STARTS = "starts.jsonl"
+"""In the folder: one line for each start with what was typed, what it changed, and the checkpoint it went on from."""
+
+LOCK = ".lock"
+
+_held: set[Path] = set()
+
+
+# --- a new one -------------------------------------------------------------------------------------------------------
+
+
+def claim(path: str | Path) -> Path:
+    """Make a folder that was not there: ``path``, or ``path-2``, ``path-3``, ... where others were faster."""
+    path, number = Path(path), 1
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        folder = path if number == 1 else path.with_name(f"{path.name}-{number}")
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return folder
+
+
+class ClaimFolder(Callback):
+    """Hydra's callback that makes the folder of a run or a sweep its own where the clock names it.
+
+    Two commands of the same second would share it otherwise. A folder that was typed is taken as it is.
+    """
+
+    def on_run_start(self, config: DictConfig, **options: Any) -> None:
+        """Before the folder of one run is made."""
+        _claim_key(config, "run")
+
+    def on_multirun_start(self, config: DictConfig, **options: Any) -> None:
+        """Before the folder of a sweep is made."""
+        _claim_key(config, "sweep")
+
+
+def quoted(value: object) -> str:
+    """A value as it stands in an override of Hydra's, whatever characters it has."""
+    text = str(value)
+    for character in ("\\", "'"):
+        text = text.replace(character, f"\\{character}")
+    return f"'{text}'"
+
+
+claimed: set[Path] = set()
+"""Folders that this process has made: surely new."""
+
+
+def _claim_key(config: DictConfig, key: str) -> None:
+    written = OmegaConf.to_container(config.hydra[key], resolve=False)
+    if "${now:" in str(written["dir"]):  # type: ignore[index, call-overload]
+        folder = claim(config.hydra[key].dir)
+        claimed.add(folder.absolute())
+        with read_write(config.hydra), open_dict(config.hydra):
+            config.hydra[key].dir = str(folder)
+            config.hydra.overrides.hydra.append(f"hydra.{key}.dir={quoted(folder)}")  # jobs of a sweep compose again
+
+
+# --- whose it is -----------------------------------------------------------------------------------------------------
+
+
+def refuse_a_second_run(*folders: str | Path | None) -> None:
+    """A new run does not write where another has its checkpoints.
+
+    Raises:
+        InputError: one of the folders holds checkpoints.
+    """
+    for folder in filter(None, folders):
+        for place in (Path(folder) / "checkpoints", Path(folder)):
+            found = sorted(path.name for path in place.glob("[!.]*.ckpt"))
+            if found:
+                raise InputError(
+                    f"{place} holds the checkpoints of a run already ({', '.join(found[-2:])}). resume={folder} goes "
+                    "on with it (resume=latest lets the same command go on where it stopped); a new run needs a "
+                    "folder of its own: hydra.run.dir=FOLDER"
+                )
+
+
+@contextmanager
+def locked(folder: str | Path) -> Iterator[None]:
+    """Nobody else trains in this folder meanwhile; the lock of a process ends with it, however it ends.
+
+    Raises:
+        InputError: another process is at work there.
+    """
+    path = Path(folder).absolute() / LOCK
+    if path in _held:  # a lock of the operating system does not hold within one process
+        raise InputError(f"{path.parent}: a run of this process is at work in this folder")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+") as file:
+        try:
+            # Of the process, not of the open file: what is forked from it does not keep the lock alive.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.seek(0)
+            who = file.read().strip() or "elsewhere"
+            raise InputError(
+                f"{path.parent}: another run is at work in this folder ({who}); "
+                "wait for its end, or take another folder with hydra.run.dir=FOLDER"
+            ) from error
+        _held.add(path)
+        try:
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
+            file.flush()
+            yield
+        finally:
+            _held.discard(path)
+
+
+# --- its starts ------------------------------------------------------------------------------------------------------
+
+
+def starts(folder: str | Path) -> list[dict[str, Any]]:
+    """What :func:`note_start` has written in a folder, oldest first; a half-written last line is left out."""
+    path = Path(folder) / STARTS
+    records: list[dict[str, Any]] = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return records
+
+
+def note_start(folder: str | Path, record: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> None:
+    """Add a start to the list, with its number, the time and the folder of the command.
+
+    Args:
+        folder: of the run.
+        record: what else is known of the start.
+        config: what it runs with, where Hydra has not written that: the first start's goes where Hydra's would be
+            (``.hydra/config.yaml``), a later one's into ``.hydra/start_2``, ...
+    """
+    number = len(starts(folder)) + 1
+    numbered = {"start": number, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "cwd": os.getcwd()}
+    path = Path(folder) / STARTS
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(numbered | dict(record), ensure_ascii=False, default=str) + "\n")
+    if config is not None:
+        written = path.parent / ".hydra"
+        if written.exists() or number > 1:
+            written /= f"start_{max(number, 2)}"
+        written.mkdir(parents=True, exist_ok=True)
+        texts = {"config.yaml": dict(config), "overrides.yaml": list(record.get("overrides", []))}
+        for name, content in texts.items():
+            (written / name).write_text(OmegaConf.to_yaml(OmegaConf.create(content)), encoding="utf-8")
