@@ -42,6 +42,10 @@ class AdaptiveKL(RLHFCallback):
     ``proportional``
         The controller of Ziegler et al. 2019 (arXiv 1909.08593) on the KL itself, relative error clipped to +-0.2.
 
+    It steers to a number that you know, whatever the score does. A run that should only be held when it falls over
+    wants :class:`KLGuard` without a target instead. An iteration in which no KL was measured (every token rejected)
+    changes neither coefficient nor state.
+
     Args:
         target: KL(current || reference) in nats per token.
         mode: one of the three.
@@ -88,7 +92,7 @@ class AdaptiveKL(RLHFCallback):
         self.since_change = 0
         self.history: list[list[float]] = []
         """Iteration, KL, coefficient in force."""
-        self._sequences = 0
+        self._sequences, self._kl = 0, math.nan
 
     # --- controller ----------------------------------------------------------------------------------------------
 
@@ -167,11 +171,11 @@ class AdaptiveKL(RLHFCallback):
     def on_experience_ready(
         self, trainer: Trainer, module: ActorCriticModule, experience: Experience, stats: ExperienceStats
     ) -> None:
-        self._sequences = stats.sequences
-        self.history.append([float(stats.iteration), stats.kl_ref, module.control.value("kl_coefficient")])
+        self._sequences, self._kl = stats.sequences, stats.kl_ref
+        self.history.append([float(stats.iteration), self._kl, module.control.value("kl_coefficient")])
 
     def on_update_end(self, trainer: Trainer, module: ActorCriticModule, stats: UpdateStats) -> None:
-        control, kl = module.control, self.history[-1][1]
+        control, kl = module.control, self._kl
         beta = self.next_coefficient(control.knobs["kl_coefficient"].value, kl, self._sequences)
         control.set("kl_coefficient", beta, type(self).__name__)
         if self.average is not None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import statistics
+from typing import Any
+
 from lightning import Trainer
 
 from lightning_rlhf.callbacks.base import RLHFCallback
@@ -9,6 +13,9 @@ from lightning_rlhf.callbacks.checks import bounded
 from lightning_rlhf.events import ExperienceStats
 from lightning_rlhf.experience import Experience
 from lightning_rlhf.module import ActorCriticModule
+
+MEMORY = 50
+"""Batches that the usual size is taken from."""
 
 
 class AdvantageVanish(RLHFCallback):
@@ -18,16 +25,36 @@ class AdvantageVanish(RLHFCallback):
     are z-scored (``module.reward_processing.normalise``) and groups that are divided by their deviation have unit size
     by construction; there the mean falls under the threshold only where (nearly) all scores are equal.
 
+    A batch without a valid token says nothing about the signal, and changes nothing.
+
     Args:
-        threshold: of the mean |advantage|, in units of the reward that advantages are computed from.
+        threshold: of the mean |advantage|.
+        relative: the threshold is a share of the median of the last :data:`MEMORY` batches that were trained on,
+            so that a reward of any size is judged alike; otherwise it is in the unit of the reward.
     """
 
-    def __init__(self, threshold: float = 0.01) -> None:
+    def __init__(self, threshold: float = 0.01, relative: bool = True) -> None:
         bounded("advantage_vanish", above=0, threshold=threshold)
-        self.threshold = threshold
+        self.threshold, self.relative = threshold, relative
+        self.sizes: list[float] = []
+        """Mean |advantage| of the batches that were trained on, newest last."""
 
     def on_experience_ready(
         self, trainer: Trainer, module: ActorCriticModule, experience: Experience, stats: ExperienceStats
     ) -> None:
-        if stats.advantage_raw_abs_mean < self.threshold:
-            module.control.stop_epochs(f"mean |advantage| {stats.advantage_raw_abs_mean:.2g} under {self.threshold}")
+        size = stats.advantage_raw_abs_mean
+        if not math.isfinite(size):
+            return
+        usual = statistics.median(self.sizes) if self.sizes else 0.0
+        limit = self.threshold * usual if self.relative else self.threshold
+        if size < limit or size == 0:
+            of = f"{self.threshold:g} x {usual:.2g}, the usual" if self.relative else f"{self.threshold}"
+            module.control.stop_epochs(f"mean |advantage| {size:.2g} under {of}")
+        else:
+            self.sizes = [*self.sizes, size][-MEMORY:]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sizes": self.sizes}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.sizes = list(state_dict["sizes"])

@@ -65,8 +65,9 @@ class Calibrate(RLHFCallback):
         if scheduled:  # a resumed run probes once more, but logs what an uninterrupted one logs
             for name, value in numbers.items():
                 module.control.report(name, value)
-        self._judge(numbers, module)
-        self._first = False
+        if "calibrate/logprob_abs_diff_max" in numbers:  # absent: not one token was generated
+            self._judge(numbers, module)
+            self._first = False
 
     def _judge(self, numbers: dict[str, float], module: ActorCriticModule) -> None:
         sampling = module.engine.sampling
@@ -82,7 +83,7 @@ class Calibrate(RLHFCallback):
         kind = coarsest(module)
         limit = LIMITS[kind] if self.limit is None else self.limit
         gap = numbers["calibrate/logprob_abs_diff_mean"]
-        if not gap <= limit:
+        if not gap <= limit:  # NaN too: a log-probability that is no number is no agreement
             raise CalibrationError(
                 f"iteration {module.control.iteration}: rollout engine and trainer disagree. The mean |log-probability "
                 f"difference| of the sampled tokens is {gap:.3g} nats, over the limit of {limit:g} ({kind}; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from lightning import Trainer
@@ -17,42 +18,65 @@ class EfficiencyStop(RLHFCallback):
     """Ends training once the reward no longer rises and the policy no longer moves.
 
     The means over the last ``window`` iterations are compared with those over the ``window`` before: the score must
-    have risen by less than ``min_improvement`` and the KL to the reference have changed by at most ``kl_tolerance``.
-    A policy that still moves keeps the run alive, whatever the score does.
+    have risen by at most ``min_improvement`` and the KL to the reference have changed by at most ``kl_tolerance``.
+    A policy that still moves keeps the run alive, whatever the score does. An iteration in which one of the two was not
+    measured is not counted.
 
     Args:
         window: iterations.
-        min_improvement: of ``reward/mean``, in its unit.
-        kl_tolerance: change of ``kl/ref`` that still is flat, nats per token.
+        min_improvement: a rise of ``reward/mean`` up to this is none.
+        kl_tolerance: a change of ``kl/ref`` up to this is none.
+        relative: the first is a share of what the score has gained since the run began, the second of the KL itself, so
+            that a slow run with small steps is not taken for one that has converged; otherwise they are in the units
+            of the score and in nats per token.
     """
 
-    def __init__(self, window: int = 20, min_improvement: float = 0.01, kl_tolerance: float = 0.01) -> None:
+    def __init__(
+        self, window: int = 20, min_improvement: float = 0.01, kl_tolerance: float = 0.01, relative: bool = True
+    ) -> None:
         bounded("efficiency_stop", at_least=1, whole=True, window=window)
         bounded("efficiency_stop", above=0, min_improvement=min_improvement, kl_tolerance=kl_tolerance)
         self.window, self.min_improvement, self.kl_tolerance = window, min_improvement, kl_tolerance
+        self.relative = relative
         self.scores: list[float] = []
         self.kls: list[float] = []
+        self.start: float | None = None
+        """Mean score of the first window."""
 
     def on_experience_ready(
         self, trainer: Trainer, module: ActorCriticModule, experience: Experience, stats: ExperienceStats
     ) -> None:
+        kl = 0.0 if module.reference is None else stats.kl_ref
+        if not (math.isfinite(stats.score_mean) and math.isfinite(kl)):
+            return
         keep = 2 * self.window
         self.scores = [*self.scores, stats.score_mean][-keep:]
-        self.kls = [*self.kls, stats.kl_ref][-keep:]
+        self.kls = [*self.kls, kl][-keep:]
         if len(self.scores) < keep:
             return
+        if self.start is None:
+            self.start = _mean(self.scores[: self.window])
         gain, drift = _change(self.scores), abs(_change(self.kls))
-        if gain < self.min_improvement and drift <= self.kl_tolerance:
+        least, still = self.min_improvement, self.kl_tolerance
+        if self.relative:
+            least *= max(_mean(self.scores[self.window :]) - self.start, 0.0)
+            still *= abs(_mean(self.kls))
+        if gain <= least and drift <= still:
             module.control.stop_training(
-                f"converged: over {self.window} iterations the mean score rose by {gain:.4f}, less than "
-                f"{self.min_improvement}, and kl/ref moved by {drift:.4f}, at most {self.kl_tolerance}"
+                f"converged: over {self.window} iterations the mean score rose by {gain:.4f}, at most {least:.4f}, "
+                f"and kl/ref moved by {drift:.4f}, at most {still:.4f}"
             )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"scores": self.scores, "kls": self.kls}
+        return {"scores": self.scores, "kls": self.kls, "start": self.start}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.scores, self.kls = list(state_dict["scores"]), list(state_dict["kls"])
+        self.start = state_dict["start"]
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _change(values: list[float]) -> float:

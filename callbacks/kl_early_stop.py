@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from lightning import Trainer
@@ -26,7 +27,7 @@ class KLEarlyStop(RLHFCallback):
         rollback: at ``hard_limit`` also return to the weights and optimiser state before this batch; costs one copy
             of both.
         patience: the run has failed after this many iterations in a row whose last epoch was over 1.5 x ``target``.
-            ``None``: never.
+            ``None``: never. An iteration without a minibatch is not counted.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class KLEarlyStop(RLHFCallback):
         self._over_hard_limit(module, stats.kl_ref, f"epoch {stats.epoch}")
 
     def _over_hard_limit(self, module: ActorCriticModule, kl_ref: float, where: str) -> bool:
-        if self.hard_limit is None or kl_ref <= self.hard_limit:
+        if self.hard_limit is None or not kl_ref > self.hard_limit:
             return False
         reason = f"kl/ref {kl_ref:.4f} over hard limit {self.hard_limit} in {where}"
         module.control.stop_epochs(reason)
@@ -76,6 +77,8 @@ class KLEarlyStop(RLHFCallback):
         return True
 
     def on_update_end(self, trainer: Trainer, module: ActorCriticModule, stats: UpdateStats) -> None:
+        if stats.epochs_used == 0 or math.isnan(stats.kl_old):
+            return  # nothing was measured
         self.over_target = self.over_target + 1 if stats.kl_old > 1.5 * self.target else 0
         if self.patience is not None and self.over_target >= self.patience:
             module.control.stop_training(

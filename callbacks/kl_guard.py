@@ -1,4 +1,4 @@
-"""The two-stage brake on KL to the reference, for the start of training."""
+"""The two-stage brake on the KL to the reference."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from lightning import LightningModule, Trainer
 
 from lightning_rlhf.callbacks.base import RLHFCallback, needs_reference
 from lightning_rlhf.callbacks.checks import bounded
+from lightning_rlhf.callbacks.progress import Progress
 from lightning_rlhf.events import ExperienceStats, MinibatchStats, UpdateStats
 from lightning_rlhf.experience import Experience, PromptBatch
 from lightning_rlhf.module import ActorCriticModule
@@ -19,26 +20,44 @@ from lightning_rlhf.settings import SettingError
 class KLGuard(RLHFCallback):
     """Brakes where the policy runs from the reference, softly first, then hard.
 
-    Soft: in an iteration where ``kl/ref`` was over ``soft x target``, in the samples or in a minibatch, the multiplier
-    of the knob ``kl_coefficient`` grows by ``factor``; in a calm one it shrinks by it. It acts from the next iteration
-    on and multiplies whatever the coefficient's owner has set.
+    With ``target`` null, what is too far is found in the run, see :class:`~lightning_rlhf.callbacks.progress.Progress`:
+    the target is the KL at the best average score so far, and the score has *fallen* where its average lies ``fall``
+    standard deviations under that. A run whose score rises is never braked by its KL.
 
-    Hard: a minibatch whose ``kl/ref`` is over ``hard x target`` before its step is skipped, the actor's weights return
-    to those before this iteration's update, and the epochs end. Samples whose ``kl/ref`` is over it show that the last
-    step of the update before went too far: it is undone and nothing is trained on them. The critic and the
-    optimiser's moments stay, so the copy costs one actor's worth of memory (``KLEarlyStop.rollback`` restores
-    everything, for four times the memory or more). A run that is over the limit with nothing to return to, because it
-    began there, has the soft stage only: skipping every step would leave it there for good.
+    ================  ==========================================  ==================================
+    stage             target null: found in the run               target: a number
+    ================  ==========================================  ==================================
+    soft              fallen, and average KL over soft x target;  KL over soft x target
+                      not fallen, and over hard x target
+    hard, samples     fallen, and KL over hard x target           KL over hard x target
+    hard, minibatch   KL(old || current) over jump                that, or KL over hard x target
+    ================  ==========================================  ==================================
+
+    Soft: the multiplier of the knob ``kl_coefficient`` grows by ``factor``; in a calm iteration it shrinks by it. It
+    acts from the next iteration on and multiplies whatever the coefficient's owner has set.
+
+    Hard, minibatch: the step is skipped, the actor's weights return to those before this iteration's update, and the
+    epochs end. Hard, samples: the last step of the update before went too far; it is undone and nothing is trained on
+    them. The critic and the optimiser's moments stay, so the copy costs one actor's worth of memory
+    (``KLEarlyStop.rollback`` restores everything, for four times the memory or more). A run that is over the limit
+    with nothing to return to, because it was there before, has the soft stage only: skipping every step would leave it
+    there.
 
     Tokens: one whose log-ratio log(policy / reference) is over ``token_limit`` gets ``token_penalty`` as its reward
     instead of score and KL penalty, after the normalisation of the scores, whose statistics it therefore does not
     touch, and before advantages.
 
+    An iteration in which nothing was measured (every token rejected) changes nothing.
+
     Args:
-        target: KL(current || reference), nats per token.
+        target: KL(current || reference), nats per token; ``None``: found in the run.
         soft, hard: multiples of the target where the two stages begin.
         factor: by which the multiplier of the coefficient grows and shrinks per iteration.
         max_multiplier: its bound.
+        fall: standard deviations of the scores by which their average has fallen; twice that within one iteration
+            counts as well, before the average follows.
+        jump: KL(old || current) in nats per token that one update may reach. A ratio at the bound of PPO's usual clip
+            range contributes 0.02; far beyond it the objective says nothing any more. ``None``: off.
         restore: the hard stage restores the actor; false only skips the step and ends the epochs, without a copy.
         token_limit: nats; ``None``: no token is penalised.
         token_penalty: replaces the reward of such a token.
@@ -47,17 +66,20 @@ class KLGuard(RLHFCallback):
 
     def __init__(
         self,
-        target: float = 0.1,
+        target: float | None = None,
         soft: float = 1.5,
         hard: float = 3.0,
         factor: float = 2.0,
-        max_multiplier: float = 8.0,
+        max_multiplier: float = 64.0,
+        fall: float = 0.25,
+        jump: float | None = 1.0,
         restore: bool = True,
-        token_limit: float | None = 0.5,
+        token_limit: float | None = None,
         token_penalty: float = -10.0,
         iterations: int | None = None,
     ) -> None:
-        bounded("kl_guard", above=0, target=target, soft=soft, hard=hard)
+        bounded("kl_guard", above=0, optional=True, target=target, jump=jump)
+        bounded("kl_guard", above=0, soft=soft, hard=hard, fall=fall)
         bounded("kl_guard", above=1, factor=factor)
         bounded("kl_guard", at_least=1, max_multiplier=max_multiplier)
         bounded("kl_guard", above=0, optional=True, token_limit=token_limit)
@@ -66,18 +88,24 @@ class KLGuard(RLHFCallback):
         if soft > hard:
             raise SettingError("callbacks.kl_guard.soft", soft, f"at most callbacks.kl_guard.hard = {hard}")
         self.target, self.soft, self.hard = target, soft, hard
-        self.factor, self.max_multiplier, self.restore = factor, max_multiplier, restore
+        self.factor, self.max_multiplier, self.fall, self.jump = factor, max_multiplier, fall, jump
         self.token_limit, self.token_penalty, self.iterations = token_limit, token_penalty, iterations
+        self.restore = restore
         if restore:
             self.rollback_scopes = frozenset({"actor"})
         self.multiplier = 1.0
         self.calm = False
         """Whether the weights before the last update were seen to be under the hard limit."""
-        self._worst = 0.0
-        self._stepped = False
+        self.progress = Progress()
+        self._trouble: str | None = None
+        """Why the coefficient is to grow after this iteration; ``None`` is calm."""
+        self._measured = self._stepped = False
+        self._kl_old = math.nan
+        """KL(old || current) before the first step of the update."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        needs_reference(pl_module, "kl_guard")
+        if self.target is not None or self.token_limit is not None:
+            needs_reference(pl_module, "kl_guard")
 
     def on_rollout_start(self, trainer: Trainer, module: ActorCriticModule, prompts: PromptBatch) -> None:
         if not self._active(module):
@@ -97,46 +125,79 @@ class KLGuard(RLHFCallback):
     def on_experience_ready(
         self, trainer: Trainer, module: ActorCriticModule, experience: Experience, stats: ExperienceStats
     ) -> None:
-        self._worst, self._stepped = stats.kl_ref, False
-        if not self._active(module):
+        self._trouble, self._measured, self._stepped, self._kl_old = None, math.isfinite(stats.kl_ref), False, math.nan
+        if not self._active(module) or not self._measured:
             return
-        over = stats.kl_ref > self.hard * self.target
+        over = self._judge(stats) if self.target is None else self._compare(stats.kl_ref, self.target)
         if over and self.calm:
-            self._brake_hard(module, f"kl/ref {stats.kl_ref:.4f} of the samples")
+            self._brake_hard(module, over)
         else:
-            self.calm = not over
+            self.calm = over is None
+
+    def _judge(self, stats: ExperienceStats) -> str | None:
+        """Target found in the run: why the samples are over the hard limit, or ``None``; sets the soft stage."""
+        progress = self.progress
+        self._measured = progress.observe(stats)
+        if not self._measured:
+            return None
+        target, average, lost = progress.target(stats), progress.fall(progress.score), progress.fall(stats.score_mean)
+        where = f"{target:.4f} at the best score {progress.best:.3f}"
+        if progress.kl > (self.soft if average > self.fall else self.hard) * target:
+            state = f"{average:.2f} deviations under it" if average > self.fall else "and no better score since"
+            self._trouble = f"kl/ref {progress.kl:.4f} after {where}, {state}"
+        if stats.kl_ref > self.hard * target and (average > self.fall or lost > 2 * self.fall):
+            return f"kl/ref {stats.kl_ref:.4f} over {self.hard} x {where}, score now {stats.score_mean:.3f}"
+        return None
+
+    def _compare(self, kl_ref: float, target: float) -> str | None:
+        """Target given: why a KL is over the hard limit, or ``None``; sets the soft stage."""
+        if kl_ref > self.soft * target:
+            self._trouble = f"kl/ref {kl_ref:.4f} over {self.soft} x {target}"
+        return f"kl/ref {kl_ref:.4f} over {self.hard} x {target}" if kl_ref > self.hard * target else None
 
     def on_before_step(self, trainer: Trainer, module: ActorCriticModule, stats: MinibatchStats) -> None:
-        over = stats.kl_ref > self.hard * self.target
-        if over and self._stepped and self.calm and self._active(module):
-            module.control.skip_step(f"kl/ref {stats.kl_ref:.4f} over {self.hard} x {self.target}")
-            self._brake_hard(module, f"kl/ref {stats.kl_ref:.4f} in epoch {stats.epoch}, minibatch {stats.minibatch}")
+        if not self._stepped:
+            self._kl_old = stats.kl_old
+        elif self._active(module):
+            over = self._too_far(stats)
+            if over:
+                module.control.skip_step(over)
+                self._brake_hard(module, f"{over} in epoch {stats.epoch}, minibatch {stats.minibatch}")
+
+    def _too_far(self, stats: MinibatchStats) -> str | None:
+        """Why this update has gone too far, or ``None``."""
+        if self.target is not None and self.calm and stats.kl_ref > self.hard * self.target:
+            return f"kl/ref {stats.kl_ref:.4f} over {self.hard} x {self.target}"
+        # From where the update began: under bypass, or with noise on hidden states, that is not 0.
+        if self.jump is not None and stats.kl_old - self._kl_old > self.jump:
+            return f"kl/old {stats.kl_old:.4f} over {self.jump} within one update"
+        return None
 
     def on_minibatch_end(self, trainer: Trainer, module: ActorCriticModule, stats: MinibatchStats) -> None:
-        self._worst = max(self._worst, stats.kl_ref)
         self._stepped |= stats.stepped
+        if self.target is not None:
+            self._compare(stats.kl_ref, self.target)
 
     def on_update_end(self, trainer: Trainer, module: ActorCriticModule, stats: UpdateStats) -> None:
-        if not self._active(module):
+        if not self._active(module) or not self._measured:
             return
-        if self._worst <= self.soft * self.target:
+        if self._trouble is None:
             self.multiplier = max(self.multiplier / self.factor, 1.0)
         elif self.multiplier < self.max_multiplier:
             self.multiplier = min(self.multiplier * self.factor, self.max_multiplier)
-            reason = f"kl/ref {self._worst:.4f} over {self.soft} x {self.target}: times {self.multiplier:g} from now on"
-            module.control.note("raise_kl_coefficient", reason)
+            module.control.note("raise_kl_coefficient", f"{self._trouble}: times {self.multiplier:g} from now on")
 
     def _active(self, module: ActorCriticModule) -> bool:
         return self.iterations is None or module.control.iteration <= self.iterations
 
-    def _brake_hard(self, module: ActorCriticModule, what: str) -> None:
-        reason = f"{what} over {self.hard} x {self.target}"
+    def _brake_hard(self, module: ActorCriticModule, reason: str) -> None:
         module.control.stop_epochs(reason)
         if self.restore:
             module.control.rollback(reason, to="actor")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"multiplier": self.multiplier, "calm": self.calm}
+        return {"multiplier": self.multiplier, "calm": self.calm, "progress": self.progress.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.multiplier, self.calm = state_dict["multiplier"], state_dict["calm"]
+        self.progress.load_state_dict(state_dict["progress"])

@@ -16,7 +16,9 @@ class LRBackoff(RLHFCallback):
     """Owner of the knob ``lr_scale``, which multiplies every group's learning rate.
 
     An iteration counts as broken if a callback rolled it back or ended its epochs after they had begun; one that was
-    not trained on at all (no signal) does not. Put it after the callbacks that break: it reads their decisions.
+    not trained on at all (no signal, nothing measured) says nothing either way, and changes nothing. An update that the
+    next iteration undoes, because its last step was seen only in the samples, was broken after all. Put it after the
+    callbacks that break: it reads their decisions.
 
     Args:
         patience: broken iterations in a row after which the scale is multiplied by ``factor``.
@@ -32,6 +34,8 @@ class LRBackoff(RLHFCallback):
         bounded("lr_backoff", above=0, at_most=1, minimum=minimum)
         self.patience, self.factor, self.recovery, self.minimum = patience, factor, recovery, minimum
         self.broken = 0
+        self.before = 0
+        """``broken`` before the last iteration that was calm, in case the next one undoes it."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         pl_module.control.own("lr_scale", type(self).__name__)  # type: ignore[union-attr, operator]
@@ -40,10 +44,15 @@ class LRBackoff(RLHFCallback):
         control, name = module.control, type(self).__name__
         verbs = {decision.verb for decision in control.decisions}
         scale = control.knobs["lr_scale"].value
-        if not ("rollback" in verbs or ("stop_epochs" in verbs and stats.epochs_used)):
-            self.broken = 0
+        undone = "rollback" in verbs and stats.epochs_used == 0
+        if stats.epochs_used == 0 and not undone:
+            return
+        if not verbs & {"rollback", "stop_epochs"}:
+            self.before, self.broken = self.broken, 0
             control.set("lr_scale", min(scale * self.recovery, 1.0), name)
             return
+        if undone:
+            self.broken = max(self.broken, self.before)
         self.broken += 1
         if self.broken >= self.patience:
             lower = max(scale * self.factor, self.minimum)
@@ -54,9 +63,10 @@ class LRBackoff(RLHFCallback):
                 )
             control.set("lr_scale", lower, name)
             self.broken = 0
+        self.before = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"broken": self.broken}
+        return {"broken": self.broken, "before": self.before}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.broken = state_dict["broken"]
+        self.broken, self.before = state_dict["broken"], state_dict["before"]

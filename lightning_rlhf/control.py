@@ -96,6 +96,8 @@ class Control:
         self.decisions: list[Decision] = []
         self.counts: Counter[str] = Counter()
         self.reported: dict[str, float] = {}
+        self.applied: dict[str, float] = {}
+        """Every knob as it was in force in this iteration, multipliers and bounds included: what is logged of it."""
         self._pending: dict[str, str] = {}
         self._rollback_to: Scope = "iteration"
         self._allowed: set[str] = set()
@@ -239,6 +241,10 @@ class Control:
     def value(self, name: str) -> float:
         """The value in force, multipliers and bounds applied."""
         return self._knob(name).effective
+
+    def freeze(self) -> None:
+        """Keep the knobs of this iteration: what is set from here on acts in the next. Called once the epochs ended."""
+        self.applied = {name: knob.effective for name, knob in self.knobs.items()}
 
     def own(self, name: str, owner: str) -> None:
         """Claim a knob, at set-up. A second owner is refused: two controllers on one knob fight."""

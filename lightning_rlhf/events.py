@@ -43,6 +43,8 @@ class ExperienceStats:
     """Generated tokens of all ranks, rejected ones included."""
     score_mean: float
     """Mean score of a sequence, before clipping, normalisation and KL penalty."""
+    score_std: float
+    """Spread of the scores over the sequences of all ranks."""
     entropy: float
     """Mean entropy of the policy, nats per token; NaN where the old policy is not scored (bypass mode)."""
     kl_ref: float

@@ -63,7 +63,7 @@ class Logbook:
         self.progress["sequences"] += int(sequences)
         self.progress["tokens"] += int(tokens)
         numbers |= {"ppo/epochs_used": update.epochs_used, "ppo/updates": update.steps}
-        numbers |= {"ppo/steps_skipped": update.steps_skipped, "kl/coefficient": control.value("kl_coefficient")}
+        numbers |= {"ppo/steps_skipped": update.steps_skipped, "kl/coefficient": control.applied["kl_coefficient"]}
         numbers |= {f"lr/{g['name']}": g["lr"] for g in module.optimizers().param_groups}  # type: ignore[union-attr]
         numbers |= self._control()
         numbers |= {f"clock/{name}": count for name, count in self.progress.items()}
@@ -104,7 +104,7 @@ class Logbook:
     def _control(self) -> dict[str, float]:
         """Knobs, multipliers, counts and the two clocks."""
         control = self.module.control
-        numbers = {f"knob/{name}": control.value(name) for name in control.knobs}
+        numbers = {f"knob/{name}": value for name, value in control.applied.items()}
         numbers |= {
             f"stability/{name}_multiplier": math.prod(knob.multipliers.values())
             for name, knob in control.knobs.items()

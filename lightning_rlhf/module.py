@@ -485,6 +485,7 @@ class ActorCriticModule(LightningModule):
             sequences=int(numbers["batch/sequences"]),
             tokens=int(numbers["batch/tokens"]),
             score_mean=numbers["reward/mean"],
+            score_std=numbers.get("reward/std", math.nan),
             entropy=numbers.get("entropy/mean", math.nan),
             kl_ref=numbers.get("kl/ref", math.nan),
             advantage_abs_mean=numbers.get("advantage/abs_mean", math.nan),

@@ -92,6 +92,7 @@ class UpdateLoop:
             clip_fraction=last.clip_fraction if last else math.nan,
             entropy=last.entropy if last else math.nan,
         )
+        control.freeze()  # what callbacks set now acts in the next iteration
         emit(module, "on_update_end", stats)
         return stats
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from lightning_rlhf.callbacks import RLHFCallback
 from lightning_rlhf.checkpoint import IterationCheckpoint, RNGState
 from lightning_rlhf.data import PromptDataModule
 from lightning_rlhf.data.tasks import ArithmeticTask
-from lightning_rlhf.events import MinibatchStats, UpdateStats
+from lightning_rlhf.events import ExperienceStats, MinibatchStats, UpdateStats
 from lightning_rlhf.experience import Experience, Rollout
 from lightning_rlhf.models import Policy, build_policy, build_tiny
 from lightning_rlhf.module import ActorCriticModule, PPOModule
@@ -222,6 +223,13 @@ def minibatch_stats(norm: float = 0.5, *, clipped: bool = False, finite: bool = 
         kl_ref=0.0, clip_fraction=0.0, ratio_max=1.0, grad_norms={"actor": norm}, clipped={"actor": clipped},
         finite=finite, stepped=finite,
     )  # fmt: skip
+
+
+def experience_stats(**numbers: float) -> ExperienceStats:
+    """The samples of an iteration: 64 responses of 4 tokens each, and what is given."""
+    stats: dict[str, Any] = dict.fromkeys((f.name for f in fields(ExperienceStats)), 0.0)
+    stats |= {"iteration": 1, "sequences": 64, "tokens": 256, "score_std": 0.5, "response_length_mean": 4.0}
+    return ExperienceStats(**stats | numbers)
 
 
 def update_stats(kl_old: float = 0.0) -> UpdateStats:

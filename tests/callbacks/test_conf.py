@@ -21,15 +21,15 @@ CHANGES: dict[str, dict[str, Any]] = {
         **{"target": 0.1, "mode": "seed", "kp": 0.1, "ki": 0.1, "kd": 0.1, "smoothing": 0.5, "minimum": 0.02},
         **{"maximum": 0.4, "horizon": 100, "figure_every": None},
     },
-    "advantage_vanish": {"threshold": 0.1},
+    "advantage_vanish": {"threshold": 0.1, "relative": False},
     "alp_figures": {"every_n_iterations": 3},
     "clip_fraction_break": {"limit": 0.1, "per_minibatch": True},
-    "efficiency_stop": {"window": 3, "min_improvement": 0.1, "kl_tolerance": 0.1},
+    "efficiency_stop": {"window": 3, "min_improvement": 0.1, "kl_tolerance": 0.1, "relative": False},
     "kl_guard": {
         **{"target": 0.2, "soft": 1.0, "hard": 2.0, "factor": 3.0, "max_multiplier": 2.0, "restore": False},
-        **{"token_limit": None, "token_penalty": -1.0, "iterations": 5},
+        **{"fall": 0.5, "jump": None, "token_limit": 0.5, "token_penalty": -1.0, "iterations": 5},
     },
-    "length_curriculum": {"start": 4, "iterations": 3},
+    "length_curriculum": {"start": 4, "iterations": 3, "max_truncated": None},
     "lr_backoff": {"patience": 1, "factor": 0.9, "recovery": 1.0, "minimum": 0.5},
     "oom_guard": {"retry_after": 1, "high": 0.9, "low": 0.1, "length_step": 0.5, "min_new_tokens": 2},
     "template": {"score": 0.5, "patience": 1},
@@ -42,8 +42,9 @@ GROUPS = {
     "default": {"kl_early_stop", "gradient_monitor", "checkpoint", "samples_table", "calibrate"},
 }
 GROUPS["stability"] = GROUPS["default"] | {
-    *("kl_guard", "adaptive_kl", "clip_fraction_break", "advantage_vanish", "lr_backoff", "oom_guard"),
+    *("kl_guard", "clip_fraction_break", "advantage_vanish", "lr_backoff", "oom_guard"),
 }
+GROUPS["fixed_kl"] = GROUPS["stability"] | {"adaptive_kl"}
 GROUPS["paranoid"] = GROUPS["stability"] | {"length_curriculum", "efficiency_stop"}
 """The blocks of each group of callbacks."""
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lightning_rlhf.callbacks import EfficiencyStop
 from lightning_rlhf.checkpoint import IterationCheckpoint, RNGState
-from tests.support import Recorder, fit, resume_equals_whole, tiny_module
+from lightning_rlhf.control import Control
+from tests.support import Recorder, experience_stats, fit, resume_equals_whole, tiny_module
 
 
 def test_a_run_whose_score_stands_still_ends_with_a_checkpoint(tmp_path: Path) -> None:
@@ -36,6 +39,29 @@ def test_a_score_that_rises_goes_on() -> None:
     recorder = Recorder()
     fit(module, [EfficiencyStop(window=2), recorder])
     assert module.control.iteration == 6
+
+
+def stopped_at(callback: EfficiencyStop, points: Sequence[tuple[float, float]]) -> int | None:
+    """The iteration after which a run with these scores and KL ends; no model is trained."""
+    control = Control()
+    module: Any = SimpleNamespace(control=control, reference=object())
+    for i, (score, kl) in enumerate(points, start=1):
+        stats = experience_stats(score_mean=score, kl_ref=kl)
+        callback.on_experience_ready(None, module, None, stats)  # type: ignore[arg-type]
+        if control.training_stopped:
+            return i
+    return None
+
+
+@pytest.mark.parametrize("unit", [1e-3, 1.0, 1e3])
+def test_a_slow_run_goes_on_and_one_that_stands_still_ends_whatever_the_unit(unit: float) -> None:
+    """Score and KL rise by 0.004 in 20 iterations; absolute limits of 0.01 take that for the end."""
+    slow = [(unit * 2e-4 * i, 2e-4 * i) for i in range(100)]
+    assert stopped_at(EfficiencyStop(), slow) is None
+    still = [*slow, *[slow[-1]] * 60]
+    assert stopped_at(EfficiencyStop(), still) == 134, "once both windows hold little else"
+    if unit == 1.0:
+        assert stopped_at(EfficiencyStop(relative=False), slow) == 40
 
 
 def test_state_survives_a_resume(tmp_path: Path) -> None:

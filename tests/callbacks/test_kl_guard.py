@@ -53,7 +53,7 @@ def test_over_the_hard_limit_the_step_is_skipped_and_the_actor_as_before_the_upd
     metrics = trainer.callback_metrics
     assert metrics["stability/rollbacks"] == 1 and metrics["stability/steps_skipped"] == 1
     [(_, reason)] = log.of("rollback")
-    assert reason.startswith("kl/ref ") and "in epoch 0, minibatch 1 over 3.0 x 0.0001" in reason
+    assert reason.startswith("kl/ref ") and "over 3.0 x 0.0001 in epoch 0, minibatch 1" in reason
 
 
 def test_without_restore_it_only_ends_the_epochs_and_keeps_no_copy() -> None:
@@ -93,10 +93,10 @@ def test_the_coefficient_grows_to_its_bound_and_shrinks_again() -> None:
     log, seen = DecisionLog(), []
 
     class Watched(KLGuard):
-        def on_update_end(self, trainer: Any, module: Any, stats: Any) -> None:
+        def on_experience_ready(self, trainer: Any, module: Any, experience: Any, stats: Any) -> None:
             seen.append(module.control.value("kl_coefficient"))
             self.target = 1e-6 if stats.iteration < 4 else 1e6
-            super().on_update_end(trainer, module, stats)
+            super().on_experience_ready(trainer, module, experience, stats)
 
     module = tiny_module(policy=away_from_reference(), iterations=6, **K3)
     fit(module, [Watched(target=1e-6, hard=1e9, max_multiplier=4.0, token_limit=None)], logger=log)
@@ -106,7 +106,7 @@ def test_the_coefficient_grows_to_its_bound_and_shrinks_again() -> None:
 
 
 def test_it_acts_in_the_first_iterations_only() -> None:
-    guard = KLGuard(target=1e-6, hard=1e9, iterations=2)
+    guard = KLGuard(target=1e-6, hard=1e9, token_limit=0.5, iterations=2)
     recorder = Recorder()
     module = tiny_module(policy=away_from_reference(), iterations=4, **K3)
     fit(module, [guard, recorder])
@@ -166,7 +166,7 @@ def test_state_and_the_copy_of_the_actor_survive_a_resume(tmp_path: Path) -> Non
 def test_without_a_reference_it_is_refused() -> None:
     module = tiny_module(policy=tiny_policy(reference="none"), iterations=1)
     with pytest.raises(ValueError, match=r"callbacks.kl_guard watches the KL .* callbacks.kl_guard=null"):
-        fit(module, [KLGuard()])
+        fit(module, [KLGuard(target=0.1)])
 
 
 @pytest.mark.parametrize(
@@ -178,6 +178,8 @@ def test_without_a_reference_it_is_refused() -> None:
         ({"max_multiplier": 0.5}, r"max_multiplier = 0.5 is not allowed"),
         ({"token_limit": -0.5}, r"token_limit = -0.5 is not allowed: a finite number > 0, or null"),
         ({"token_penalty": 10.0}, r"token_penalty = 10.0 is not allowed: a finite number <= 0"),
+        ({"jump": 0}, r"jump = 0 is not allowed: a finite number > 0, or null"),
+        ({"fall": 0}, r"fall = 0 is not allowed: a finite number > 0"),
         ({"iterations": 0}, r"iterations = 0 is not allowed: a whole number >= 1, or null"),
     ],
 )

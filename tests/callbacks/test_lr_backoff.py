@@ -59,8 +59,30 @@ def test_with_a_real_brake_and_its_bound() -> None:
 
 def test_a_batch_that_was_left_out_is_not_broken() -> None:
     module = tiny_module(iterations=3)
-    fit(module, [AdvantageVanish(threshold=1e6), LRBackoff(patience=1)])
+    fit(module, [AdvantageVanish(threshold=1e6, relative=False), LRBackoff(patience=1)])
     assert module.control.counts["stop_epochs"] == 3 and module.control.value("lr_scale") == 1.0
+
+
+class Undoes(RLHFCallback):
+    """Undoes in an iteration the update of the one before, and trains nothing."""
+
+    rollback_scopes = frozenset({"actor"})
+
+    def __init__(self, *iterations: int) -> None:
+        self.iterations = iterations
+
+    def on_experience_ready(self, trainer: Any, module: Any, experience: Any, stats: Any) -> None:
+        if stats.iteration in self.iterations:
+            module.control.stop_epochs("told to")
+            module.control.rollback("told to", to="actor")
+
+
+def test_an_update_that_the_next_iteration_undoes_was_broken_after_all() -> None:
+    """Every second iteration undoes the one before: without end, if the calm ones between them counted."""
+    log = DecisionLog()
+    module = tiny_module(iterations=5)
+    fit(module, [Undoes(2, 4), LRBackoff(patience=2, recovery=1.0)], logger=log)
+    assert [iteration for iteration, _ in log.of("lower_learning_rate")] == [4]
 
 
 def test_state_survives_a_resume(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ EXPECTED = {
     "clip 0.1 and 0.95": {"skip_step", "stop_epochs"},
     "KLEarlyStop": {"stop_epochs", "rollback", "stop_training"},
     "KLGuard": {"skip_step", "rollback", "stop_epochs", "raise_kl_coefficient"},
+    "KLGuard, found in the run": {"skip_step", "rollback", "stop_epochs"},
     "AdaptiveKL": set(),
     "AdvantageVanish, weak on rank 0": set(),
     "AdvantageVanish, weak together": {"stop_epochs"},

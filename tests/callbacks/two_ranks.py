@@ -104,15 +104,16 @@ def scenarios(rank: int) -> dict[str, Any]:
         "clip 0.1 and 0.95": same_batch(0.1, 0.95, ClipFractionBreak(0.5, per_minibatch=True), "ppo/clip_fraction"),
         "KLEarlyStop": run([KLEarlyStop(1e-4, hard_limit=1e-3, rollback=True, patience=2)], **FAR),
         "KLGuard": run([KLGuard(target=1e-4, token_limit=0.1)], **FAR),
+        "KLGuard, found in the run": run([KLGuard(jump=1e-3)], reward=loud_on_rank_1, **FAR),
         "AdaptiveKL": run([AdaptiveKL(target=1e-3, figure_every=None)], **FAR),
-        "AdvantageVanish, weak on rank 0": run([AdvantageVanish(100.0)], reward=loud_on_rank_1, **NEAR),
-        "AdvantageVanish, weak together": run([AdvantageVanish(700.0)], reward=loud_on_rank_1, **NEAR),
+        "AdvantageVanish, weak on rank 0": run([AdvantageVanish(100.0, relative=False)], reward=loud_on_rank_1, **NEAR),
+        "AdvantageVanish, weak together": run([AdvantageVanish(700.0, relative=False)], reward=loud_on_rank_1, **NEAR),
         "GradientMonitor, rank 0": run([GradientMonitor(max_nonfinite=5)], cls=Broken),
         "GradientMonitor, rank 1": run([GradientMonitor(max_nonfinite=5)], cls=OtherBroken),
         "OOMGuard": run([OOMGuard()], cls=Hungry),
         "LRBackoff": run([KLEarlyStop(1e-4), LRBackoff(patience=1)], **FAR),
         "LengthCurriculum": run([LengthCurriculum(start=2, iterations=4)], **FAR),
-        "EfficiencyStop": run([EfficiencyStop(window=1, min_improvement=9.0, kl_tolerance=9.0)], **FAR),
+        "EfficiencyStop": run([EfficiencyStop(1, min_improvement=9.0, kl_tolerance=9.0, relative=False)], **FAR),
     }
     memory.peak_memory_share = lambda device: 0.9 if rank == 1 else 0.1
     results["OOMGuard, memory nearly full"] = run([OOMGuard(min_new_tokens=2)])

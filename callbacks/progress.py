@@ -1,0 +1,71 @@
+"""What a run has learnt so far, and what it paid for it in KL: how a brake tells trouble from learning."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_rlhf.events import ExperienceStats
+
+SMOOTHING = 0.7
+"""Weight of the past in the averages of score and KL; the first ones are plain means of what there is."""
+MEMORY = 50
+"""Iterations over which the best point is forgotten, so that harder prompts do not look like a fall for good."""
+LEAST = 1.0
+"""Nats per response. Below it a policy has hardly left its reference, whatever the task."""
+
+
+@dataclass
+class Progress:
+    """The best point of a run, found in the run: its highest average score, and the KL to the reference there.
+
+    A run that learns moves away from its reference, and how far it must go depends on the task. What tells trouble
+    from learning is that the KL grows and the score does not. So the KL at the best score so far is the measure of the
+    KL now, and the spread of the scores is the measure of a fall. Both scale with the task.
+
+    Decided on reduced numbers, the same on every rank; the state is plain numbers for a checkpoint.
+    """
+
+    seen: int = 0
+    """Iterations taken in."""
+    score: float = 0.0
+    """Average of ``reward/mean``."""
+    kl: float = 0.0
+    """Average of ``kl/ref``."""
+    best: float = 0.0
+    """The highest average score, slowly forgotten."""
+    best_kl: float = 0.0
+    """The average KL there."""
+    spread: float = 0.0
+    """The largest standard deviation of the scores of one iteration."""
+
+    def observe(self, stats: ExperienceStats) -> bool:
+        """Take in the samples of one iteration; false, and nothing moves, where score or KL was not measured."""
+        if not all(map(math.isfinite, (stats.score_mean, stats.score_std, stats.kl_ref))):
+            return False
+        self.seen += 1
+        keep = min(SMOOTHING, 1.0 - 1.0 / self.seen)
+        self.score = keep * self.score + (1.0 - keep) * stats.score_mean
+        self.kl = keep * self.kl + (1.0 - keep) * stats.kl_ref
+        self.spread = max(self.spread, stats.score_std)
+        if self.seen == 1 or self.score >= self.best:
+            self.best, self.best_kl = self.score, self.kl
+        else:
+            self.best += (self.score - self.best) / MEMORY
+            self.best_kl += (self.kl - self.best_kl) / MEMORY
+        return True
+
+    def fall(self, score: float) -> float:
+        """How far a score lies under the best average, in standard deviations of the scores (the largest seen)."""
+        return (self.best - score) / self.spread if self.spread > 0 else 0.0
+
+    def target(self, stats: ExperienceStats) -> float:
+        """The KL at the best point, at least :data:`LEAST` per response; nats per token."""
+        return max(self.best_kl, LEAST / max(stats.response_length_mean, 1.0))
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
