@@ -184,10 +184,8 @@ def _export(arguments: list[str]) -> None:
     for name, value in flags.items():
         if value not in ("true", "false"):
             raise InputError(f"{name} = {value!r} is not allowed: true or false")
-    if overrides:
-        raise InputError(f"export takes checkpoint=, output=, force= and perturbation=, not {overrides[0]!r}")
     chosen = {name: value == "true" for name, value in flags.items()}
-    folder = export_checkpoint(options["checkpoint"], options["output"], **chosen)
+    folder = export_checkpoint(options["checkpoint"], options["output"], overrides, **chosen)
     print(f"exported to {folder}; load it with AutoModelForCausalLM.from_pretrained({str(folder)!r})")
 
 

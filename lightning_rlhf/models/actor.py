@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lightning_rlhf.functional.logprobs import EntropyMode, response_hidden, token_logprobs
 from lightning_rlhf.lora import checkpoint_weights
 from lightning_rlhf.models.loading import isolated_rng
+from lightning_rlhf.models.saving import exported_generation_config, exported_tokenizer
 
 
 class ActorOutput(NamedTuple):
@@ -98,9 +99,9 @@ class Actor(nn.Module):
         with torch.device("meta"):
             plain = type(self.lm)(copy.deepcopy(self.lm.config))
         plain.load_state_dict(self.export_state_dict(), assign=True)
-        plain.generation_config = copy.deepcopy(self.lm.generation_config)
+        plain.generation_config = exported_generation_config(self.lm, tokenizer)
         plain.save_pretrained(folder)
-        tokenizer.save_pretrained(str(folder))
+        exported_tokenizer(tokenizer).save_pretrained(str(folder))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Actor:
         return keep_dtype(self, super()._apply, fn, recurse, derived_buffers(self))
