@@ -9,6 +9,7 @@ import pytest
 
 from lightning_rlhf.data import DataError, check_room
 from lightning_rlhf.data.prompts import Prompt
+from tests.support import Recorder, fit, tiny_module
 
 
 def data(train: list[int], validation: list[int] | None = None) -> Any:
@@ -53,3 +54,14 @@ def test_a_response_as_long_as_everything_leaves_no_room_for_any_prompt():
         DataError, match=r"rollout\.max_new_tokens = 128 is not allowed: no room .* in 128 tokens \(x\)"
     ):
         check_room(data([1]), 128, 128, "x")
+
+
+def test_a_limit_that_an_engine_knows_once_it_is_set_up_is_minded_before_the_first_rollout():
+    """As with servers, which say how long a sequence may be when they are met."""
+    module, recorder = tiny_module(iterations=1, max_new_tokens=6), Recorder()
+    module.engine.positions = 10
+    with pytest.raises(DataError, match=r"data\.train: .* 10 tokens \(the longest sequence of the engine\): Arith"):
+        fit(module, [recorder])
+    assert not recorder.of("on_rollout_start")
+    module.engine.positions = 12
+    fit(module, [recorder])
