@@ -55,7 +55,7 @@ def umask():
     os.umask(before)
 
 
-@pytest.mark.parametrize("adapt", [False, True], ids=["full", "LoRA"])
+@pytest.mark.parametrize("adapt", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["full", "LoRA"])
 def test_a_run_on_a_model_that_moved_is_exported_and_answers_alike_alone_and_in_a_batch(
     tmp_path, monkeypatch, capsys, tiny_run, umask, adapt
 ):

@@ -216,6 +216,10 @@ def test_keys_named_in_the_hints_exist(compose):
                 assert word in known | blocks, word
 
 
+def test_prompts_of_any_length_are_allowed(compose):
+    assert schema.check(compose("data.max_prompt_tokens=null"))["data"]["max_prompt_tokens"] is None
+
+
 def test_every_problem_is_reported_at_once(compose):
     found = problems(
         compose,
