@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_rlhf import __version__
 from lightning_rlhf.noise import log_once, quiet
+from lightning_rlhf.threads import wait_passively
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -65,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if verb not in verbs:
         print(f"lightning-rlhf: no verb {verb!r}; there are: {', '.join(verbs)}. See --help.", file=sys.stderr)
         return 2
+    wait_passively()
     # A console script leaves the current folder out; users keep their callbacks and rewards there.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

@@ -106,7 +106,7 @@ RUN: dict[str, Change | str] = {
     "model.source.dtype": "bfloat16",
     "model.lr.actor": "0.02",
     "model.lr.critic": "0.02",
-    "model.policy.critic": "shared",
+    "model.policy.critic": "separate",
     "model.policy.reference": ("none", ["module.kl.coefficient=0"]),
     "model.policy.lora": "{r: 2}",
     "model.policy.activation_checkpointing": "true",
