@@ -105,6 +105,28 @@ def test_without_an_accepted_token_no_step_is_taken(loss_type: str, monkeypatch:
     assert all(math.isnan(x) for x in (last.kl_old, last.kl_ref, last.clip_fraction, last.entropy))
 
 
+def test_noise_and_balance_of_experts_are_left_alone_without_an_accepted_token() -> None:
+    """Of ALP on a mixture of experts: log sigma, its moments and the moving average of the utilisation."""
+    from tests.mixins.test_alp import FREE, mixtral
+
+    class Utilisation(RLHFCallback):
+        def __init__(self) -> None:
+            self.seen: list[torch.Tensor] = []
+
+        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            self.seen.append(module.router_perturbation.utilisation.clone())
+
+    alp = FREE | {"ratio": "decoupled", "router": {"init_sigma": 1e-5, "balance": 0.5}}
+    notes, utilisation = Notes(), Utilisation()
+    module = off(iterations=2, policy=mixtral(), alp=alp, advantage={"estimator": "grpo"})
+    fit(module, [notes, utilisation])
+    (first, second), (before, after) = notes.states, notes.curve
+    assert after["stability/empty_minibatches"] == 4
+    assert same(first[0], second[0]) and same(first[1], second[1])
+    assert torch.equal(*utilisation.seen) and not torch.equal(utilisation.seen[0], torch.full((2, 4), 0.25))
+    assert "alp/balance_loss" in before and "alp/balance_loss" not in after
+
+
 def test_steps_end_where_the_policy_has_left_the_band() -> None:
     """Every token is accepted at first; later the policy itself is outside, and from there on nothing moves."""
 
