@@ -305,7 +305,9 @@ def test_eval_refuses_keys_that_the_run_does_not_have(elsewhere, run_tiny, capsy
     assert cli.main(["eval", "checkpoint=run", "data.validation.sise=3"]) == 2
     assert "did you mean data.validation.size?" in capsys.readouterr().err
     assert cli.main(["eval", "checkpoint=run", "data=jsonl"]) == 2
-    assert "data is a block" in capsys.readouterr().err
+    assert "data.train.path" in capsys.readouterr().err
+    assert cli.main(["eval", "checkpoint=run", "reward=exact_match"]) == 0
+    assert "eval/characters" not in capsys.readouterr().out, "that was a term of the former option"
 
 
 def test_resume_continues_where_the_checkpoint_ends(elsewhere, run_tiny, capsys):
