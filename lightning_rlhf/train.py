@@ -13,6 +13,7 @@ from lightning_rlhf import launch, schema
 from lightning_rlhf.assembly import Parts, assemble, building, find_checkpoint, make_trainer
 from lightning_rlhf.checkpoint import latest_valid
 from lightning_rlhf.reporting import RLMLFlowLogger
+from lightning_rlhf.reporting.terminal import run_log, say
 
 
 def train(config: DictConfig) -> dict[str, float]:
@@ -51,6 +52,11 @@ def run(plain: dict[str, Any]) -> dict[str, float]:
     Raises:
         InputError: a part cannot be built as configured.
     """
+    with run_log(plain["output_dir"], first=launch.is_first()):
+        return _run(plain)
+
+
+def _run(plain: dict[str, Any]) -> dict[str, float]:
     if launch.is_first():
         introduce(plain)
     checkpoint = checkpoint_to_resume(plain)
@@ -69,17 +75,17 @@ def run(plain: dict[str, Any]) -> dict[str, float]:
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         after = held_out(trainer, parts)
         if trainer.is_global_zero:
-            print("\n".join(closing_lines(parts, trainer, before, after)), flush=True)
+            say("\n".join(closing_lines(parts, trainer, before, after)))
         return metrics | after
 
 
 def introduce(config: dict[str, Any]) -> None:
     """What a user should know before the work starts."""
     for text in schema.warnings(config):
-        print(f"note: {text}")
+        say(f"note: {text}")
     batch = schema.arithmetic(config)
     if batch is not None:  # an engine or data module of one's own may name its sizes otherwise
-        print(batch, flush=True)
+        say(str(batch))
 
 
 def checkpoint_to_resume(config: dict[str, Any]) -> Path | None:
@@ -91,7 +97,7 @@ def checkpoint_to_resume(config: dict[str, Any]) -> Path | None:
     else:
         found = find_checkpoint(config["resume"])
     if launch.is_first():
-        print(f"resuming from {found}" if found else f"no checkpoint in {config['output_dir']}: starting afresh")
+        say(f"resuming from {found}" if found else f"no checkpoint in {config['output_dir']}: starting afresh")
     return found
 
 

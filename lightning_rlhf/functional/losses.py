@@ -6,16 +6,14 @@ value nor the gradient. Where everything is masked the loss is 0 and still conne
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from lightning_rlhf.functional.choices import Aggregation, RatioLevel
 from lightning_rlhf.functional.kl import MAX_LOG_RATIO
 from lightning_rlhf.functional.stats import require_same_shape, select_valid
-
-Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-RatioLevel = Literal["token", "sequence"]
 
 
 class PolicyLoss(NamedTuple):
