@@ -20,11 +20,19 @@ class RLHFCallback(Callback):
     Override what you need. Every ``stats`` object holds numbers already reduced over all ranks, so a decision taken
     on them is the same everywhere. A callback sees the module through events and ``module.control`` only.
 
+    What was not measured is NaN: an iteration whose tokens were all rejected has no KL, a run without a reference none
+    at all. ``nan > limit`` is false, so a limit does not act on it; what you average, count or compare with ``<`` asks
+    ``math.isfinite`` first and waits. What you remember goes into ``state_dict``; ``template.py`` shows both.
+
     Example:
         >>> class StopWhenSolved(RLHFCallback):
         ...     def on_experience_ready(self, trainer, module, experience, stats):
         ...         if stats.score_mean > 0.99:
         ...             module.control.stop_training("solved: mean score over 0.99")
+        >>> class EnoughOfThisBatch(RLHFCallback):
+        ...     def on_ppo_epoch_end(self, trainer, module, stats):
+        ...         if stats.clip_fraction > 0.3:
+        ...             module.control.stop_epochs(f"clip fraction {stats.clip_fraction:.2f} over 0.3")
     """
 
     rollback_scopes: frozenset[Scope] = frozenset()
@@ -64,7 +72,7 @@ class RLHFCallback(Callback):
         """The step was taken or skipped. ``rollback`` and ``stop_epochs`` act here."""
 
     def on_ppo_epoch_end(self, trainer: Trainer, module: ActorCriticModule, stats: EpochStats) -> None:
-        """One pass over the experience ended. ``rollback`` and ``stop_epochs`` act here."""
+        """One pass over the experience ended; ``stop_epochs`` makes it the batch's last. ``rollback`` acts here, too."""
 
     def on_update_end(self, trainer: Trainer, module: ActorCriticModule, stats: UpdateStats) -> None:
         """All epochs of this iteration ended; the engine does not have the new weights yet."""

@@ -6,6 +6,7 @@ Copy this file into the folder you start from, rename the class, and add it to a
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from lightning import Trainer
@@ -35,10 +36,14 @@ class StopWhenSolved(RLHFCallback):
     def on_experience_ready(
         self, trainer: Trainer, module: ActorCriticModule, experience: Experience, stats: ExperienceStats
     ) -> None:
-        # 2. Decide on `stats` alone: its numbers are reduced over all ranks, so every rank decides the same.
+        # 2. Decide on `stats` alone: its numbers are reduced over all ranks, so every rank decides the same. What was
+        #    not measured is NaN (no valid token, no reference): wait, and keep what you have counted so far.
+        if not math.isfinite(stats.score_mean):
+            return
         self.solved = self.solved + 1 if stats.score_mean > self.score else 0
         if self.solved >= self.patience:
-            # 3. Act through module.control. The reason is logged, shown in MLflow and printed at the end.
+            # 3. Act through module.control. The reason is logged, shown in MLflow and printed at the end. To end the
+            #    epochs of a batch, call module.control.stop_epochs(reason) in on_ppo_epoch_end instead.
             module.control.stop_training(f"mean score over {self.score} in {self.solved} iterations in a row")
 
     # 4. What is remembered from one iteration to the next belongs in the checkpoint: plain numbers, lists, tensors.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning import Callback, Trainer, seed_everything
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.loggers import Logger
 from transformers import PreTrainedTokenizerBase
 
@@ -27,6 +28,7 @@ from lightning_rlhf.locate import locate
 from lightning_rlhf.models import LoadedModel, load_pretrained, load_tokenizer
 from lightning_rlhf.module import ActorCriticModule
 from lightning_rlhf.reporting import blocks_of
+from lightning_rlhf.reporting.progress import ProgressLines
 from lightning_rlhf.schema import NOT_HANDED_OVER, InputError
 from lightning_rlhf.warmup import WarmUp
 
@@ -134,9 +136,17 @@ def make_trainer(config: Mapping[str, Any], *, train: bool = True) -> Trainer:
             with building(f"logger.{name}"):
                 loggers.append(make(block))
     warn_about_model_checkpoint(callbacks)
-    settings = {name: value for name, value in config["trainer"].items() if name not in NOT_HANDED_OVER["trainer"]}
+    settings: dict[str, Any] = {
+        name: value for name, value in config["trainer"].items() if name not in NOT_HANDED_OVER["trainer"]
+    }
     if not train:
         settings |= {"devices": 1, "num_nodes": 1, "strategy": "auto"}
+    own_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
+    if train and not own_bar:
+        terminal = settings.get("enable_progress_bar", True)
+        callbacks.append(ProgressLines(config["iterations"], config["progress_every"], terminal=terminal))
+    # Lightning's own bar shows one epoch, not iterations.
+    settings["enable_progress_bar"] = train
     with building("trainer"):
         return make(
             settings,
@@ -201,7 +211,12 @@ def building(block: str) -> Iterator[None]:
         cause = error.__cause__ if isinstance(error, InstantiationException) and error.__cause__ else error
         expected = isinstance(cause, (ValueError, OSError, ImportError))
         text = str(cause) if expected else f"{type(cause).__name__}: {cause}"
-        raise InputError(text if text.startswith(block) else f"{block}: {text}") from error
+        raise InputError(text if names_its_key(text, block) else f"{block}: {text}") from error
+
+
+def names_its_key(text: str, block: str) -> bool:
+    """Whether a message begins with the block it is about, or a key of it."""
+    return re.match(rf"{re.escape(block)}[.:\s]", f"{text} ") is not None
 
 
 def _functions_as_objects(node: Any) -> Any:

@@ -31,7 +31,8 @@ def export_checkpoint(
     Args:
         checkpoint: a checkpoint file or a run's folder (its newest whole checkpoint).
         output: the folder to write.
-        overrides: changes of the run's configuration of the model, such as ``model.source.path=moved/model``.
+        overrides: changes of the run's configuration of the model, such as ``model.source.path=moved/model``; others
+            have no effect here.
         force: replace a folder that is not empty.
         perturbation: write the noise the policy was trained with beside it, for perturbed inference
             (:func:`lightning_rlhf.models.fixed_perturbation.apply_perturbation`). The weights are the same either way.
@@ -41,17 +42,11 @@ def export_checkpoint(
 
     Raises:
         InputError: no such checkpoint, ``output`` is in use and ``force`` is not set, the run had no noise to write, or
-            an override is of something else or cannot work.
+            an override cannot work.
     """
     target = Path(output).expanduser().absolute()
     if target.is_file() or (target.is_dir() and any(target.iterdir()) and not force):
         raise InputError(f"output = {output!r} exists and is not an empty folder; choose another or set force=true")
-    for text in overrides:
-        if not text.lstrip("+~").startswith("model."):
-            raise InputError(
-                f"export takes checkpoint=, output=, force=, perturbation= and keys of the model, such as "
-                f"model.source.path=, not {text!r}"
-            )
     _, saved = load_checkpoint(checkpoint)
     run_config = saved["lightning_rlhf"]["run_config"]
     if overrides:

@@ -82,12 +82,11 @@ class Logbook:
         # Lightning hands logged values to loggers only after the checkpoint of this iteration, as float32.
         for logger in module.loggers:
             logger.log_metrics(numbers, step=control.iteration)
-        module.log_dict(numbers, logger=False, on_step=True, on_epoch=False, batch_size=1)
-        bar = {"reward": numbers["reward/mean"]}
-        if "kl/ref" in numbers:
-            bar["kl"] = numbers["kl/ref"]
-        bar["tok/s"] = numbers["perf/tokens_per_second"]
-        self._forget_others({*numbers, *bar})
+        # The few are for a progress bar of the user's own; the kit's reads the metrics themselves.
+        bar = {name: numbers[name] for name in ("reward/mean", "kl/ref", "perf/tokens_per_second") if name in numbers}
+        rest = {name: value for name, value in numbers.items() if name not in bar}
+        self._forget_others(set(numbers))
+        module.log_dict(rest, logger=False, on_step=True, on_epoch=False, batch_size=1)
         module.log_dict(bar, prog_bar=True, logger=False, on_step=True, on_epoch=False, batch_size=1)
 
     def _forget_others(self, names: set[str]) -> None:

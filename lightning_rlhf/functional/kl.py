@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
+from lightning_rlhf.functional.choices import KLEstimator
 from lightning_rlhf.functional.stats import require_float32, require_same_shape, select_valid
-
-KLEstimator = Literal["k1", "k2", "k3", "abs"]
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +- this before ``exp``: e^20 is 4.9e8, beyond any ratio that means something."""

@@ -8,16 +8,14 @@ Supported are float32 and float64; float16 and bfloat16 are refused, but for imp
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from lightning_rlhf.functional.choices import Aggregation, RatioLevel
 from lightning_rlhf.functional.kl import MAX_LOG_RATIO
 from lightning_rlhf.functional.stats import require_float32, require_same_shape, select_valid
-
-Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-RatioLevel = Literal["token", "sequence"]
 
 
 class PolicyLoss(NamedTuple):

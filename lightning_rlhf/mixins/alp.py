@@ -116,7 +116,7 @@ class ALPMixin(Base):
         return super().policy_loss(minibatch, logprobs)
 
     def extra_losses(self, minibatch: MiniBatch) -> dict[str, Tensor]:
-        """Balance of the experts: each micro-batch's own, weighted by its share of the minibatch's tokens."""
+        """Balance of the experts: each micro-batch's own, weighted by its accepted share of the minibatch's tokens."""
         losses = super().extra_losses(minibatch)
         if self._alp is not None and self.router_perturbation is not None and self._alp.settings.router is not None:
             share = minibatch.require("loss_mask").sum() / max(minibatch.tokens, 1.0)
