@@ -133,6 +133,7 @@ def _train(arguments: list[str]) -> None:
         # Also under hydra.job.chdir=true: relative paths of data and models are those of the command.
         os.chdir(hydra.utils.get_original_cwd())
         try:
+            _refuse_missing_options()
             with _told_without_servers(config.output_dir):
                 return train(config)
         except (InputError, RunEnded) as error:
@@ -150,6 +151,26 @@ def _train(arguments: list[str]) -> None:
         run()
     if refused:
         raise refused[0]
+
+
+def _refuse_missing_options() -> None:
+    """Groups that follow the model are optional, so Hydra passes over an option that does not exist."""
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.hydra_config import HydraConfig
+
+    from lightning_rlhf.schema import InputError
+    from lightning_rlhf.spelling import hint
+
+    choices = HydraConfig.get().runtime.choices
+    followed = {"warmup": f"{choices.get('model')}_{choices.get('data')}", "recipe": str(choices.get("model"))}
+    for group, name in followed.items():
+        chosen = choices.get(group)
+        options = GlobalHydra.instance().config_loader().get_group_options(group)
+        if chosen not in (None, name, *options):
+            near = hint(chosen, options)
+            raise InputError(
+                f"there is no {group}={chosen}{f'; {near}' if near else ''}\nOptions: {', '.join(options)}"
+            )
 
 
 def _several_processes() -> bool:
