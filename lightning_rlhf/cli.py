@@ -111,6 +111,7 @@ def _train(arguments: list[str]) -> None:
         composition = Composition.of_command(typed).of_job()
         try:
             with jobs.one():
+                _refuse_missing_options()
                 first_look(config)  # what follows imports for many seconds
                 from lightning_rlhf.train import train
 
@@ -173,6 +174,25 @@ def _refuse_words(arguments: list[str]) -> None:
         if option == "null" and group in groups():
             off = f"{group}=none" if "none" in groups()[group] else f"one of {', '.join(groups()[group])}"
             raise InputError(f"{word} is not allowed: {group} is a group of files; {off}")
+
+
+def _refuse_missing_options() -> None:
+    """Groups that follow the model are optional, so Hydra passes over an option that does not exist."""
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.hydra_config import HydraConfig
+
+    from lightning_rlhf.spelling import hint
+
+    choices = HydraConfig.get().runtime.choices
+    followed = {"warmup": f"{choices.get('model')}_{choices.get('data')}", "recipe": str(choices.get("model"))}
+    for group, name in followed.items():
+        chosen = choices.get(group)
+        options = GlobalHydra.instance().config_loader().get_group_options(group)
+        if chosen not in (None, name, *options):
+            near = hint(chosen, options)
+            raise InputError(
+                f"there is no {group}={chosen}{f'; {near}' if near else ''}\nOptions: {', '.join(options)}"
+            )
 
 
 def _several_processes() -> bool:

@@ -238,6 +238,16 @@ def test_it_comes_with_the_tiny_model_and_its_task_only(compose):
     assert compose("model=hf", *rows).warmup is None
 
 
+@pytest.mark.parametrize(("word", "meant"), [("warmup=sftt", "sft"), ("recipe=tinny", "tiny")])
+def test_an_option_that_does_not_exist_is_refused(tmp_path, monkeypatch, capsys, word, meant):
+    """Hydra passes over it, as the groups are optional."""
+    from lightning_rlhf import cli
+
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", word, "hydra.run.dir=run"]) == 2
+    assert f"there is no {word}; did you mean {meant}?" in capsys.readouterr().err
+
+
 def test_a_warm_up_that_is_asked_for_wants_its_rate(compose):
     from lightning_rlhf import schema
 
