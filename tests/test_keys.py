@@ -195,12 +195,12 @@ BUILT: dict[str, Change | str] = {
     "logger.flush_timeout": "1",
     "logger.retry_seconds": "1",
     "trainer.precision": "bf16-mixed",
-    "trainer.enable_progress_bar": "false",
     "trainer.enable_model_summary": "true",
 }
 
 SEEN_OTHERWISE = {
     *("output_dir", "run_name", "warmup.cache_dir", "trainer.deterministic"),
+    *("progress_every", "trainer.enable_progress_bar"),  # reporting/test_progress.py
     "resume",  # test_cli.py: a resumed run
     "rollout.max_staleness",  # rollout/test_ahead.py: a stale rollout is drawn again
     "model.policy.npu_fused",  # accelerators/test_npu_fused.py: layers are exchanged

@@ -158,10 +158,32 @@ class PromptEncoder:
 
     def _tokenise(self, rendered: list[tuple[str, Row]]) -> Iterator[list[int]]:
         texts = [text for text, _ in rendered]
-        plain = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        try:
+            plain = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        except Exception:  # a tokenizer of Rust raises this very class
+            for text, row in rendered:
+                refuse_unknown_characters(self.tokenizer, text, row[SOURCE_KEY])
+            raise
         for (_, row), ids in zip(rendered, plain, strict=True):
             needs_bos = MESSAGES_KEY not in row and ids[:1] != self._bos
             yield [*self._bos, *ids] if needs_bos else list(ids)
+
+
+def refuse_unknown_characters(tokenizer: PreTrainedTokenizerBase, text: str, place: str) -> None:
+    """Say which characters a tokenizer of single characters, such as that of ``model=tiny``, lacks for a text.
+
+    Raises:
+        DataError: it lacks some. A tokenizer with a token for what is unknown, or of pieces of text, lacks none.
+    """
+    known = set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)
+    missing = sorted(set(text) - known)
+    if not missing or tokenizer.unk_token is not None or max(map(len, known), default=0) > 1:
+        return
+    shown = " ".join(repr(character) for character in missing[:20]) + (" ..." if len(missing) > 20 else "")
+    raise DataError(
+        f"{place}: the model has no token for {shown}. The built-in one knows nothing but the characters of "
+        "model.source.vocabulary: add them there, or take a model that reads any text: model=hf model.source.path=..."
+    )
 
 
 def collate(prompts: Sequence[Prompt], passes: Sequence[int]) -> PromptBatch:
