@@ -27,6 +27,7 @@ from lightning_rlhf.data import PromptDataModule, check_room
 from lightning_rlhf.locate import locate
 from lightning_rlhf.models import LoadedModel, load_pretrained, load_tokenizer
 from lightning_rlhf.module import ActorCriticModule
+from lightning_rlhf.noise import quiet_loading
 from lightning_rlhf.reporting import blocks_of
 from lightning_rlhf.reporting.progress import ProgressLines
 from lightning_rlhf.schema import NOT_HANDED_OVER, InputError
@@ -56,6 +57,7 @@ def assemble(config: dict[str, Any], *, warm_up: bool = True) -> Parts:
     """
     if config["threads"] is not None:
         torch.set_num_threads(config["threads"])
+    quiet_loading()
     seed_everything(config["seed"], verbose=False)
     iterations, seed = config["iterations"], config["seed"]
     with building("model.source"):

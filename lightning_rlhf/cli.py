@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_rlhf import __version__
 from lightning_rlhf.errors import InputError, RunEnded
 from lightning_rlhf.help import help_text
-from lightning_rlhf.noise import log_once, quiet
+from lightning_rlhf.noise import log_once, quiet, quiet_libraries
 from lightning_rlhf.shipped import groups
 from lightning_rlhf.threads import wait_passively
 
@@ -113,6 +113,8 @@ def _train(arguments: list[str]) -> None:
             with jobs.one():
                 _refuse_missing_options()
                 first_look(config)  # what follows imports for many seconds
+                if str(config.rollout.get("_target_")).endswith("VLLMEngine"):
+                    quiet_libraries()
                 from lightning_rlhf.train import train
 
                 with _told_without_servers(config.output_dir):

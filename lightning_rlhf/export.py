@@ -15,6 +15,7 @@ from lightning_rlhf.evaluate import without_reference
 from lightning_rlhf.mixins.alp_settings import ALPSettings, alp_settings
 from lightning_rlhf.models.fixed_perturbation import save_perturbation
 from lightning_rlhf.models.perturbation import decoder_layers
+from lightning_rlhf.noise import quiet_loading
 from lightning_rlhf.recompose import Composition
 from lightning_rlhf.resume import planned
 from lightning_rlhf.schema import InputError
@@ -55,6 +56,7 @@ def export_checkpoint(
     noise = alp_settings(config["module"].get("alp"))
     if perturbation and noise is None:
         raise InputError(f"perturbation = true is not allowed: {checkpoint!r} was trained without module.alp")
+    quiet_loading()
     try:
         with building("model.source"):
             loaded = make(config["model"]["source"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +34,8 @@ WARNINGS = (
     r"torch.distributed is disabled, unavailable or uninitialized, assuming the intent is to load in a single process",
     # No output of actor or critic is changed in place.
     r"FSDP2-wrapped module \(FSDP\w+\) returned a view tensor",
+    # vLLM looks through all of PyTorch for functions of Triton.
+    r"`torch.distributed.reduce_op` is deprecated",
     # Prompts are tokenised once; a data loader with worker processes would gain nothing.
     r"The '\w+_dataloader' does not have many workers",
 )
@@ -57,6 +61,26 @@ def quiet() -> Iterator[None]:
     finally:
         for name in LOGGERS:
             logging.getLogger(name).removeFilter(unimportant)
+
+
+def quiet_libraries() -> None:
+    """Before PyTorch is imported: no warnings of its C++ code, such as of NUMA nodes when vLLM starts on a CPU.
+
+    Errors are still told, and a level that the user has set stays.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def quiet_loading() -> None:
+    """No bar for weights that are read from a disk; one for a download stays where the output is a terminal."""
+    from huggingface_hub.utils import enable_progress_bars
+    from transformers import modeling_gguf_pytorch_utils
+    from transformers.utils import logging as messages
+
+    modeling_gguf_pytorch_utils.tqdm = messages.tqdm  # the one that can be switched off
+    messages.disable_progress_bar()  # it takes those of downloads along
+    if sys.stderr.isatty() and "HF_HUB_DISABLE_PROGRESS_BARS" not in os.environ:
+        enable_progress_bars()
 
 
 def log_once() -> None:

@@ -26,6 +26,8 @@ from transformers import PreTrainedModel
 
 from lightning_rlhf import __version__
 from lightning_rlhf.data import Prompt, PromptDataModule
+from lightning_rlhf.data.prompts import refuse_unknown_characters
+from lightning_rlhf.data.sources import SOURCE_KEY
 from lightning_rlhf.models import LoadedModel, fingerprint
 
 log = logging.getLogger(__name__)
@@ -120,7 +122,12 @@ def encode(prompts: Sequence[Prompt], loaded: LoadedModel, answer_field: str) ->
                 f"warmup.answer_field = {answer_field!r}: the row of {prompt.text[:40]!r} has no such text"
             )
         answers.append(answer)
-    encoded = loaded.tokenizer(answers, add_special_tokens=False)["input_ids"]
+    try:
+        encoded = loaded.tokenizer(answers, add_special_tokens=False)["input_ids"]
+    except Exception:  # a tokenizer of Rust raises this very class
+        for prompt, answer in zip(prompts, answers, strict=True):
+            refuse_unknown_characters(loaded.tokenizer, answer, str(prompt.row[SOURCE_KEY]))
+        raise
     end = loaded.tokenizer.eos_token_id
     return [([*p.ids, *ids, end], len(p.ids)) for p, ids in zip(prompts, encoded, strict=True)]
 

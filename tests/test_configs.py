@@ -178,7 +178,7 @@ def test_every_option_composes_and_instantiates(compose, tiny_run, tmp_path, gro
     assert trainer.max_epochs == 1
     expected = sum(block is not None for block in (config["callbacks"] or {}).values())
     ours = [c for c in trainer.callbacks if type(c).__module__.startswith("lightning_rlhf")]
-    assert len(ours) == expected + 1, "the configured callbacks, and the random state"
+    assert len(ours) == expected + 2, "the configured callbacks, the random state, and progress"
 
 
 def test_a_checkpoint_callback_that_counts_optimiser_steps_is_warned_about(compose):

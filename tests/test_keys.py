@@ -197,13 +197,13 @@ BUILT: dict[str, Change | str] = {
     "logger.mlflow.flush_timeout": "1",
     "logger.mlflow.retry_seconds": "1",
     "trainer.precision": "bf16-mixed",
-    "trainer.enable_progress_bar": "false",
     "trainer.enable_model_summary": "true",
 }
 
 SEEN_OTHERWISE = {
     *("output_dir", "run_name", "warmup.cache_dir", "trainer.deterministic"),
     *("resume", "branch"),  # test_resume_command.py: a run that goes on, a branch of it
+    *("progress_every", "trainer.enable_progress_bar"),  # reporting/test_progress.py
     "rollout.max_staleness",  # rollout/test_ahead.py: a stale rollout is drawn again
     "model.policy.npu_fused",  # accelerators/test_npu_fused.py: layers are exchanged
     "trainer.accelerator",  # test_cli.py: an unknown one is refused

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 
 import pytest
@@ -59,3 +60,31 @@ def test_processes_of_ray_keep_their_errors_whatever_level_ray_sets(caplog):
     finally:
         log.filters[:] = filters
     assert [record.getMessage() for record in caplog.records] == ["not expected"]
+
+
+def test_no_bars_for_weights_that_are_read_from_a_disk(tmp_path, capsys):
+    from transformers.utils import logging as messages
+
+    from lightning_rlhf.models import build_tiny, load_pretrained
+
+    tiny = build_tiny("01+=", hidden_size=32, layers=1, heads=2)
+    tiny.lm.save_pretrained(tmp_path)
+    tiny.tokenizer.save_pretrained(tmp_path)
+    messages.enable_progress_bar()
+    try:
+        load_pretrained(str(tmp_path))
+        assert "Loading weights" in capsys.readouterr().err
+        noise.quiet_loading()
+        load_pretrained(str(tmp_path))
+        assert capsys.readouterr().err == ""
+    finally:
+        messages.enable_progress_bar()
+
+
+def test_a_level_of_messages_that_the_user_has_set_stays(monkeypatch):
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "INFO")
+    noise.quiet_libraries()
+    assert os.environ["TORCH_CPP_LOG_LEVEL"] == "INFO"
+    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL")
+    noise.quiet_libraries()
+    assert os.environ.pop("TORCH_CPP_LOG_LEVEL") == "ERROR"

@@ -182,6 +182,7 @@ class PromptEncoder:
         try:
             return self._ids([text])[0]
         except Exception as error:
+            refuse_unknown_characters(self.tokenizer, text, row[SOURCE_KEY])
             raise DataError(
                 f"{row[SOURCE_KEY]}: the tokenizer refuses the prompt {text[:60]!r}: {_in_words(error)}"
             ) from error
@@ -204,6 +205,23 @@ def _in_words(error: Exception) -> str:
     text = " ".join(str(error).split())
     kind = type(error).__name__
     return text[:300] if kind in ("TemplateError", "ValueError", "Exception") and text else f"{kind}: {text:.300}"
+
+
+def refuse_unknown_characters(tokenizer: PreTrainedTokenizerBase, text: str, place: str) -> None:
+    """Say which characters a tokenizer of single characters, such as that of ``model=tiny``, lacks for a text.
+
+    Raises:
+        DataError: it lacks some. A tokenizer with a token for what is unknown, or of pieces of text, lacks none.
+    """
+    known = set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)
+    missing = sorted(set(text) - known)
+    if not missing or tokenizer.unk_token is not None or max(map(len, known), default=0) > 1:
+        return
+    shown = " ".join(repr(character) for character in missing[:20]) + (" ..." if len(missing) > 20 else "")
+    raise DataError(
+        f"{place}: the model has no token for {shown}. The built-in one knows nothing but the characters of "
+        "model.source.vocabulary: add them there, or take a model that reads any text: model=hf model.source.path=..."
+    )
 
 
 def collate(prompts: Sequence[Prompt], passes: Sequence[int]) -> PromptBatch:

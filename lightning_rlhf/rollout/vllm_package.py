@@ -18,6 +18,8 @@ _NOISE = {
     "vllm.platforms.cpu": ("Triton is not installed", "Reset SSM cache type"),
     # No tokenizer is loaded on purpose: token ids go in and come out.
     "vllm.renderers.base": ("Chat template warmup failed", "Using None for EOS token id"),
+    # A CPU has no use for it.
+    "vllm.triton_utils.importing": ("Triton is installed", "Triton not installed"),
     # The function is put back as soon as the engine is built.
     "vllm.v1.worker.cpu_worker": ("CPU backend doesn't allow to use `torch.set_num_threads`",),
     # Said of layers without weights; what was really written is counted by the receiver.

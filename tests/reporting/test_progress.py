@@ -1,0 +1,149 @@
+"""Progress: plain lines in files, one line in a terminal, and train.log beside both."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from lightning_rlhf import cli, schema
+from lightning_rlhf.assembly import make_trainer
+from lightning_rlhf.reporting.progress import ProgressLines, duration
+from lightning_rlhf.reporting.terminal import FILE, note, run_log, say
+
+LINE = re.compile(r"iteration (\d+)/7  reward -?\d\.\d{3}  kl/ref -?\d\.\d{4}  \d+ tok/s  \d+:\d\d left")
+TINY = ["model.source.hidden_size=32", "model.source.layers=1", "model.source.heads=2", "logger=none"]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_run: list[str]):
+    """``run("key=value", ...)``: a training of seven iterations in ``run`` of an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    usual = [word for word in tiny_run if not word.startswith(("iterations=", "trainer.enable_progress_bar="))]
+
+    def _run(*overrides: str) -> int:
+        return cli.main(["train", "iterations=7", "hydra.run.dir=run", *usual, *TINY, *overrides])
+
+    return _run
+
+
+def test_without_a_terminal_there_is_a_plain_line_every_few_iterations(run, capsys):
+    assert run("progress_every=3") == 0
+    out = capsys.readouterr().out
+    said = [line for line in out.splitlines() if line.startswith("iteration ")]
+    assert [LINE.fullmatch(line)[1] for line in said] == ["1", "3", "6", "7"], said
+    assert said[-1].endswith("0:00 left")
+    assert "\r" not in out and "Epoch" not in out and "v_num" not in out
+    log = Path("run", FILE).read_text(encoding="utf-8")
+    assert log == out, "all that is said is in the folder, once"
+    assert "held-out exact match:" in log and f"output folder: {Path.cwd()}/run" in log
+
+
+def test_in_a_terminal_one_line_of_its_width_is_drawn_again(run, tmp_path, monkeypatch):
+    """A real pseudo-terminal of 80 columns stands in place of the output."""
+    monkeypatch.setenv("COLUMNS", "80")
+    reader, writer = os.openpty()
+    received: list[bytes] = []
+
+    def read() -> None:
+        while True:
+            try:
+                data = os.read(reader, 4096)
+            except OSError:  # the other end is closed
+                return
+            received.append(data)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    with os.fdopen(writer, "w", encoding="utf-8") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        # Every iteration is stopped by the callback, which says so through Python's logging.
+        code = run("module.update.epochs=2", "callbacks.kl_early_stop.target=1e-9", "progress_every=3")
+        monkeypatch.undo()
+    thread.join()
+    os.close(reader)
+    text = b"".join(received).decode()
+    assert code == 0
+    drawn = re.findall(r"\r\x1b\[K(iteration \d+/[^\r\n]*)", text)
+    assert {LINE.fullmatch(line)[1] for line in drawn} == {"1", "2", "3", "4", "5", "6", "7"}
+    screen = [part for line in text.replace("\r\n", "\n").split("\n") for part in line.split("\r\x1b[K")]
+    assert max(len(line) for line in screen if LINE.match(line)) < 80
+    assert "Epoch" not in text and "v_num" not in text
+    stops = [line for line in text.splitlines() if "stop_epochs" in line]
+    assert stops and all(re.search(r"(^|\x1b\[K)iteration \d+: stop", line) for line in stops), "on lines of their own"
+    log = (tmp_path / "run" / FILE).read_text(encoding="utf-8")
+    assert [LINE.fullmatch(line)[1] for line in log.splitlines() if LINE.match(line)] == ["1", "3", "6", "7"]
+    assert "\x1b" not in log
+
+
+def test_a_terminal_gets_plain_lines_where_the_drawn_one_is_switched_off(compose, monkeypatch):
+    reader, writer = os.openpty()
+    with os.fdopen(writer, "w", encoding="utf-8") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        for wanted in (True, False):
+            config = schema.check(compose("logger=none", f"trainer.enable_progress_bar={wanted}"))
+            [progress] = [c for c in make_trainer(config).callbacks if isinstance(c, ProgressLines)]
+            assert progress.drawn == wanted
+        monkeypatch.undo()
+    os.close(reader)
+
+
+def test_nothing_is_said_where_none_is_asked_for(run, capsys):
+    assert run("progress_every=null", "iterations=1") == 0
+    assert "iteration 1/" not in capsys.readouterr().out
+
+
+def test_numbers_that_there_are_not_are_left_out():
+    progress = ProgressLines(20, 5)
+    assert progress.text(3, {}) == "iteration 3/20"
+    numbers = {"reward/mean": 0.5, "kl/old": 0.01, "perf/tokens_per_second": 853.4}
+    assert progress.text(3, numbers) == "iteration 3/20  reward 0.500  kl/old 0.0100  853 tok/s"
+    progress._seconds.extend([1.0, 3.0])
+    assert progress.text(3, numbers | {"kl/ref": 0.2}).endswith("kl/ref 0.2000  853 tok/s  0:34 left")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(0.2, "0:00"), (42, "0:42"), (59.6, "1:00"), (3599, "59:59"), (11100, "3:05:00")]
+)
+def test_durations(seconds, shown):
+    assert duration(seconds) == shown
+
+
+def test_a_wrong_interval_is_refused():
+    with pytest.raises(ValueError, match="progress_every = 0"):
+        ProgressLines(3, 0)
+
+
+def test_train_log_keeps_what_is_said_and_what_is_logged(tmp_path, capsys):
+    with run_log(str(tmp_path / "run"), first=True):
+        say("said")
+        note("noted")
+        logging.getLogger("a.callback").warning("logged")
+    say("afterwards")
+    assert (tmp_path / "run" / FILE).read_text(encoding="utf-8") == "said\nnoted\nlogged\n"
+    assert capsys.readouterr().out == "said\nafterwards\n"
+
+
+def test_a_handler_that_hydra_has_made_is_not_doubled(tmp_path):
+    handler = logging.FileHandler(tmp_path / FILE)
+    logging.getLogger().addHandler(handler)
+    try:
+        with run_log(str(tmp_path), first=True):
+            say("once")
+            logging.getLogger("a.callback").warning("once more")
+    finally:
+        logging.getLogger().removeHandler(handler)
+        handler.close()
+    assert (tmp_path / FILE).read_text(encoding="utf-8") == "once\nonce more\n"
+
+
+def test_other_processes_write_nothing(tmp_path):
+    with run_log(str(tmp_path / "run"), first=False):
+        say("said by the second")
+    assert not (tmp_path / "run").exists()
