@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -58,10 +59,9 @@ class ClaimFolder(Callback):
 
 def quoted(value: object) -> str:
     """A value as it stands in an override of Hydra's, whatever characters it has."""
-    text = str(value)
-    for character in ("\\", "'"):
-        text = text.replace(character, f"\\{character}")
-    return f"'{text}'"
+    # Hydra takes a backslash for itself, except before a quote.
+    text = re.sub(r"(\\*)'", lambda found: found[1] * 2 + "\\'", str(value))
+    return "'" + re.sub(r"\\+$", lambda found: found[0] * 2, text) + "'"
 
 
 claimed: set[Path] = set()

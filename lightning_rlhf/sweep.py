@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
+from lightning_rlhf.recompose import Composition, parse
 from lightning_rlhf.schema import InputError
 
 
@@ -20,8 +21,15 @@ class JobsFailed(InputError):
 
 @dataclass
 class Jobs:
-    """How the jobs of a sweep have fared; nothing outside of a sweep."""
+    """How the jobs of a sweep have fared; nothing outside of a sweep.
 
+    Attributes:
+        typed: the words of the command.
+        lines: one for each job that has ended.
+        failed: how many of them have failed.
+    """
+
+    typed: Sequence[str] = ()
     lines: list[str] = field(default_factory=list)
     failed: int = 0
 
@@ -32,7 +40,9 @@ class Jobs:
         if hydra.mode is not RunMode.MULTIRUN:
             yield
             return
-        name = f"job {hydra.job.num} ({hydra.job.override_dirname or 'no overrides'})"
+        swept = {o.key_or_group for o in parse(Composition.of_command(self.typed).overrides) if o.is_sweep_override()}
+        own = [word for word in hydra.overrides.task if word.partition("=")[0].lstrip("+") in swept]
+        name = f"job {hydra.job.num} ({' '.join(own or hydra.overrides.task)})"
         try:
             yield
         except Exception as error:
@@ -41,7 +51,7 @@ class Jobs:
             if not isinstance(error, InputError):
                 traceback.print_exc()
             kind = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
-            self.lines.append(f"{name}: failed: {kind}{error}")
+            self.lines.append(f"{name}: failed: {kind}{error}".replace("\n", "\n    "))
         else:
             self.lines.append(f"{name}: done, in {hydra.runtime.output_dir}")
 

@@ -12,6 +12,7 @@ Every logger of Lightning can be one. Beside numbers it is told what it has a me
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,17 @@ class RunTensorBoardLogger(TensorBoardLogger):
     def log_start(self, iteration: int) -> None:
         """Later steps of earlier event files are void."""
         self._kwargs["purge_step"] = iteration + 1
+
+    @rank_zero_only
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Hyper-parameters, for the page of that name, without the metric that Lightning would add to show them."""
+        from torch.utils.tensorboard.summary import hparams
+
+        values = dict(_leaves(config, ""))
+        self.log_hyperparams(values)
+        shown = {k: v if isinstance(v, (bool, int, float, str)) else json.dumps(v) for k, v in values.items()}
+        for summary in hparams(shown, {}):
+            self.experiment._get_file_writer().add_summary(summary)
 
 
 class RunWandbLogger(WandbLogger):
