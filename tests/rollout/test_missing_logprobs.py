@@ -64,6 +64,7 @@ def drops_logprobs(server: FakeVLLMServer, body: dict[str, Any]) -> tuple[int, d
 
 @pytest.fixture
 def engine(request) -> Iterator[Any]:
+    made: Any
     if request.param == "hf":
         yield PoisonedCopyHF(**COMMON, lag=1)
     elif request.param == "vllm":
@@ -153,19 +154,23 @@ def test_a_probe_compares_what_there_is():
 
 @pytest.fixture
 def serve(llama, make_tokenizer) -> Iterator[Callable[..., Any]]:
-    made: list[Any] = []
+    started: list[FakeVLLMServer] = []
+    engines: list[VLLMServerEngine] = []
 
     def _serve(*faults: Any) -> tuple[VLLMServerEngine, list[FakeVLLMServer]]:
         servers = [FakeVLLMServer(fault=fault) for fault in faults]
         engine = VLLMServerEngine([server.url for server in servers], max_new_tokens=8, retries=2, retry_seconds=0.02)
-        made.extend([engine, *servers])
+        started.extend(servers)
+        engines.append(engine)
         engine.setup(llama, make_tokenizer())
         engine.update_weights(0)
         return engine, servers
 
     yield _serve
-    for each in made:
-        getattr(each, "close", getattr(each, "kill", None))()
+    for engine in engines:
+        engine.close()
+    for server in started:
+        server.kill()
 
 
 def first_logprob(value: Any) -> Any:
