@@ -42,8 +42,8 @@ class Pulled(PPOModule):
     """A further loss that would move every weight of the actor, whatever is rejected."""
 
     def extra_losses(self, minibatch: MiniBatch) -> dict[str, torch.Tensor]:
-        pull = sum(weight.square().sum() for weight in self.actor.parameters())
-        return super().extra_losses(minibatch) | {"extra/pull": 0.1 * pull / minibatch.tokens}  # type: ignore[operator]
+        pull = torch.stack([weight.square().sum() for weight in self.actor.parameters()]).sum()
+        return super().extra_losses(minibatch) | {"extra/pull": 0.1 * pull / minibatch.tokens}
 
 
 EVERY_LOSS: dict[str, Any] = {
