@@ -102,7 +102,13 @@ def compare(train_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> d
         train_logprobs: ``[B, R]`` of the trainer.
         rollout_logprobs: ``[B, R]`` of the engine.
         mask: ``[B, R]`` bool, generated tokens.
+
+    Raises:
+        CalibrationError: the engine reports none that is finite.
     """
+    mask = mask & rollout_logprobs.isfinite()  # else there is nothing to compare
+    if bool(all_reduce_sum(mask.sum()) == 0):
+        raise CalibrationError("the rollout engine reports no finite log-probability for any token of the probe")
     train, rollout = train_logprobs.double(), rollout_logprobs.double()
     gap = (train - rollout).abs()
     difference = (train.exp() - rollout.exp()).abs()

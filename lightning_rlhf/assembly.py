@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import pickle
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,18 +15,20 @@ import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning import Callback, Trainer, seed_everything
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.loggers import Logger
+from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.accelerators.npu import trainer_objects
 from lightning_rlhf.checkpoint import RNGState, latest_valid, warn_about_model_checkpoint
 from lightning_rlhf.checkpoint_files import is_sharded
 from lightning_rlhf.checkpoint_folder import read_checkpoint
-from lightning_rlhf.data import PromptDataModule
+from lightning_rlhf.data import PromptDataModule, check_room
 from lightning_rlhf.locate import locate
-from lightning_rlhf.models import LoadedModel
+from lightning_rlhf.models import LoadedModel, load_pretrained, load_tokenizer
 from lightning_rlhf.module import ActorCriticModule
 from lightning_rlhf.reporting import blocks_of
+from lightning_rlhf.reporting.progress import ProgressLines
 from lightning_rlhf.schema import NOT_HANDED_OVER, InputError
 from lightning_rlhf.warmup import WarmUp
 
@@ -40,7 +43,9 @@ class Parts:
 
 
 def assemble(config: dict[str, Any], *, warm_up: bool = True) -> Parts:
-    """Build model, data, rollout engine, reward and module, in this order, from a fixed seed.
+    """Build tokenizer, data, rollout engine, reward, model and module, in this order, from a fixed seed.
+
+    What can be said about data, reward and lengths is said before the model's weights are loaded.
 
     Args:
         config: plain containers, as :func:`lightning_rlhf.schema.check` returns them.
@@ -54,21 +59,27 @@ def assemble(config: dict[str, Any], *, warm_up: bool = True) -> Parts:
     seed_everything(config["seed"], verbose=False)
     iterations, seed = config["iterations"], config["seed"]
     with building("model.source"):
-        loaded = make(config["model"]["source"])
+        source, tokenizer = open_source(config["model"]["source"])
     with building("data"):
-        datamodule = make(config["data"], tokenizer=loaded.tokenizer, iterations=iterations, seed=seed)
+        datamodule = make(config["data"], tokenizer=tokenizer, iterations=iterations, seed=seed)
         datamodule.setup("fit")
+    with building("rollout"):
+        engine = make(config["rollout"])
+    with building("data"):
+        check_lengths(config, datamodule, engine)
+    with building("reward"):
+        reward = make(_functions_as_objects(config["reward"]))
+        reward.check_rows(prompt.row for prompt in [*datamodule.train_prompts, *datamodule.validation_prompts])
+    with building("model.source"):
+        loaded = source()
+    with building("data"):
+        check_positions(datamodule, engine, loaded)
     warmed: Any = None
     if config.get("warmup") and warm_up:
         with building("warmup"):
             warmed = make(config["warmup"], loaded=loaded, datamodule=datamodule, seed=seed)
     with building("model.policy"):
         policy = make(config["model"]["policy"], loaded=loaded)
-    with building("rollout"):
-        engine = make(config["rollout"])
-    with building("reward"):
-        reward = make(_functions_as_objects(config["reward"]))
-        reward.check_rows(prompt.row for prompt in [*datamodule.train_prompts, *datamodule.validation_prompts])
     with building("module"):
         objects = {"policy": policy, "engine": engine, "reward": reward, "iterations": iterations, "seed": seed}
         module = make(config["module"], **objects)
@@ -76,6 +87,33 @@ def assemble(config: dict[str, Any], *, warm_up: bool = True) -> Parts:
     if isinstance(warmed, WarmUp):
         module.warm_up = {"steps": warmed.steps, "loss": warmed.loss, "lr": config["warmup"]["lr"]}
     return Parts(loaded, datamodule, module)
+
+
+def open_source(block: Mapping[str, Any]) -> tuple[Callable[[], LoadedModel], PreTrainedTokenizerBase]:
+    """How the model is loaded, and its tokenizer, which comes first where the weights are not made together with it."""
+    if locate(block["_target_"]) is load_pretrained:
+        tokenizer = load_tokenizer(**{name: value for name, value in block.items() if name != "_target_"})
+        return lambda: make(block, tokenizer=tokenizer), tokenizer
+    loaded = make(block)
+    return lambda: loaded, loaded.tokenizer
+
+
+def check_lengths(config: Mapping[str, Any], datamodule: PromptDataModule, engine: Any) -> None:
+    """What can be said of the prompts' lengths without the model."""
+    response = engine.sampling.max_new_tokens
+    if (longest := getattr(engine, "max_model_len", None)) is not None:
+        check_room(datamodule, response, longest, "rollout.max_model_len")
+    update = config["module"].get("update") or {}
+    for name in ("micro_batch_tokens", "score_tokens"):
+        if name in update:
+            check_room(datamodule, response, update[name], f"module.update.{name}")
+
+
+def check_positions(datamodule: PromptDataModule, engine: Any, loaded: LoadedModel) -> None:
+    """Whether every prompt leaves room for its response in the model."""
+    positions = getattr(loaded.lm.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None:
+        check_room(datamodule, engine.sampling.max_new_tokens, positions, "the positions of the model")
 
 
 def make_trainer(config: Mapping[str, Any], *, train: bool = True) -> Trainer:
@@ -98,9 +136,17 @@ def make_trainer(config: Mapping[str, Any], *, train: bool = True) -> Trainer:
             with building(f"logger.{name}"):
                 loggers.append(make(block))
     warn_about_model_checkpoint(callbacks)
-    settings = {name: value for name, value in config["trainer"].items() if name not in NOT_HANDED_OVER["trainer"]}
+    settings: dict[str, Any] = {
+        name: value for name, value in config["trainer"].items() if name not in NOT_HANDED_OVER["trainer"]
+    }
     if not train:
         settings |= {"devices": 1, "num_nodes": 1, "strategy": "auto"}
+    own_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
+    if train and not own_bar:
+        terminal = settings.get("enable_progress_bar", True)
+        callbacks.append(ProgressLines(config["iterations"], config["progress_every"], terminal=terminal))
+    # Lightning's own bar shows one epoch, not iterations.
+    settings["enable_progress_bar"] = train
     with building("trainer"):
         return make(
             settings,
@@ -165,7 +211,12 @@ def building(block: str) -> Iterator[None]:
         cause = error.__cause__ if isinstance(error, InstantiationException) and error.__cause__ else error
         expected = isinstance(cause, (ValueError, OSError, ImportError))
         text = str(cause) if expected else f"{type(cause).__name__}: {cause}"
-        raise InputError(text if text.startswith(block) else f"{block}: {text}") from error
+        raise InputError(text if names_its_key(text, block) else f"{block}: {text}") from error
+
+
+def names_its_key(text: str, block: str) -> bool:
+    """Whether a message begins with the block it is about, or a key of it."""
+    return re.match(rf"{re.escape(block)}[.:\s]", f"{text} ") is not None
 
 
 def _functions_as_objects(node: Any) -> Any:

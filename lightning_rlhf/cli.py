@@ -2,44 +2,27 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import os
-import re
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_rlhf import __version__
+from lightning_rlhf.errors import InputError, RunEnded
+from lightning_rlhf.help import help_text
 from lightning_rlhf.noise import log_once, quiet
+from lightning_rlhf.shipped import groups
+from lightning_rlhf.threads import wait_passively
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-USAGE = """\
-lightning-rlhf {version}: reinforcement learning of language models
-
-  lightning-rlhf train  [key=value ...]                           train; without arguments, the quickstart
-  lightning-rlhf eval   checkpoint=RUN_OR_FILE [key=value ...]    score held-out prompts with a checkpoint
-  lightning-rlhf export checkpoint=RUN_OR_FILE output=FOLDER      write a Hugging Face folder (force=true overwrites,
-                                                                  perturbation=true adds the noise of ALP)
-  lightning-rlhf serve  [port=8000 ...] [key=value ...]           start a vLLM server for a run (rollout=vllm_server)
-
-examples
-  lightning-rlhf train iterations=100 module.loss.clip_high=0.28
-  lightning-rlhf train experiment=smollm2_arithmetic
-  lightning-rlhf train data=jsonl data.train.path=prompts.jsonl callbacks.kl_early_stop=null
-  lightning-rlhf train --multirun seed=1,2,3
-  lightning-rlhf train --config-dir my_configs callbacks=mine     configs from a folder of your own
-  lightning-rlhf train +callbacks.mine._target_=my_file.Mine      classes from the current folder
-
-{groups}
-
-train also takes Hydra's flags: --cfg job (print the configuration), --info, --multirun, --config-dir, --hydra-help.
-A full traceback of every error: HYDRA_FULL_ERROR=1
-"""
+VERBS = ("train", "eval", "export", "serve")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,8 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0, 2 for input that cannot work (said on one screen), 1 for any other failure.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if not arguments or arguments[0] in ("help", "-h", "--help") or {"-h", "--help"} & set(arguments[1:]):
-        print(help_text())
+    if not arguments or arguments[0] in ("help", "-h", "--help"):
+        print(help_text(next((word for word in arguments[1:2] if word in VERBS), None)))
         return 0
     if arguments[0] == "--version":
         print(__version__)
@@ -63,8 +46,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     verb, rest = arguments[0], arguments[1:]
     if verb not in verbs:
-        print(f"lightning-rlhf: no verb {verb!r}; there are: {', '.join(verbs)}. See --help.", file=sys.stderr)
+        near = get_close_matches(verb, VERBS, n=1)
+        guess = f"did you mean {near[0]}? There are" if near else "there are"
+        if "=" in verb:
+            guess = f"settings come after a verb (lightning-rlhf train {shlex.join(arguments)}); there are"
+        print(f"lightning-rlhf: no verb {verb!r}; {guess}: {', '.join(VERBS)}. See --help.", file=sys.stderr)
         return 2
+    if {"-h", "--help"} & set(rest):
+        print(help_text(verb))
+        return 0
+    wait_passively()
     # A console script leaves the current folder out; users keep their callbacks and rewards there.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -75,14 +66,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(verb: Callable[[list[str]], None], arguments: list[str], full_errors: bool) -> int:
     from hydra.errors import HydraException
 
-    from lightning_rlhf.schema import InputError
-
     try:
         verb(arguments)
     except (InputError, HydraException) as error:
         if full_errors:
             traceback.print_exc()
-        print(_one_screen(error), file=sys.stderr)
+        from lightning_rlhf.screen import one_screen
+
+        print(one_screen(error, arguments), file=sys.stderr)
         return 2
     except RunEnded as ended:
         if full_errors:
@@ -95,33 +86,16 @@ def _run(verb: Callable[[list[str]], None], arguments: list[str], full_errors: b
     return 0
 
 
-def help_text() -> str:
-    """The verbs, examples, and every configuration group with its options."""
-    groups = _groups()
-    width = max(len(name) for name in groups)
-    lines = [f"  {name:<{width}}  {', '.join(options)}" for name, options in groups.items()]
-    return USAGE.format(version=__version__, groups="groups (group=option)\n" + "\n".join(lines))
-
-
-def _groups() -> dict[str, list[str]]:
-    root = importlib.resources.files("lightning_rlhf.conf")
-    folders = sorted((e for e in root.iterdir() if e.is_dir() and not e.name.startswith("_")), key=lambda e: e.name)
-    return {
-        folder.name: sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml"))
-        for folder in folders
-    }
-
-
 # --- verbs -----------------------------------------------------------------------------------------------------------
 
 
 def _train(arguments: list[str]) -> None:
     import hydra
 
-    from lightning_rlhf.schema import InputError
     from lightning_rlhf.searchpath import register
     from lightning_rlhf.sweep import Jobs
 
+    _refuse_words(arguments)
     refused: list[InputError | RunEnded] = []
 
     typed, resumption, jobs = arguments, None, Jobs()
@@ -129,15 +103,19 @@ def _train(arguments: list[str]) -> None:
     @hydra.main(version_base="1.3", config_path="pkg://lightning_rlhf.conf", config_name="train")
     def run(config: DictConfig) -> Any:
         from lightning_rlhf.recompose import Composition
-        from lightning_rlhf.train import train
+        from lightning_rlhf.schema import first_look
 
         log_once()
         # Also under hydra.job.chdir=true: relative paths of data and models are those of the command.
         os.chdir(hydra.utils.get_original_cwd())
         composition = Composition.of_command(typed).of_job()
         try:
-            with jobs.one(), _told_without_servers(config.output_dir):
-                return train(config, resumption=resumption, composition=composition)
+            with jobs.one():
+                first_look(config)  # what follows imports for many seconds
+                from lightning_rlhf.train import train
+
+                with _told_without_servers(config.output_dir):
+                    return train(config, resumption=resumption, composition=composition)
         except (InputError, RunEnded) as error:
             refused.append(error)  # raised below: Hydra would print all overrides before the message
 
@@ -162,6 +140,41 @@ def _train(arguments: list[str]) -> None:
         raise refused[0]
 
 
+FLAGS = {
+    "--cfg": 1, "-c": 1, "--package": 1, "-p": 1, "--config-path": 1, "-cp": 1, "--config-name": 1, "-cn": 1,
+    "--config-dir": 1, "-cd": 1, "--experimental-rerun": 1, "--info": 1, "-i": 1,
+    "--resolve": 0, "--run": 0, "-r": 0, "--multirun": 0, "-m": 0, "--hydra-help": 0, "--version": 0,
+    "--shell-completion": 0, "-sc": 0,
+}  # fmt: skip
+"""Hydra's flags, and the words that follow each."""
+
+
+def _refuse_words(arguments: list[str]) -> None:
+    """Settings written as other programs want them (``--lr 3``, ``--lr=3``, ``lr``), and groups set to null."""
+    before = ""
+    for word in arguments:
+        flag = word.partition("=")[0]
+        if word.startswith("-") and flag not in FLAGS:
+            from lightning_rlhf.shipped import shipped_keys
+            from lightning_rlhf.spelling import hint
+
+            key, keys = flag.lstrip("-").replace("-", "_"), shipped_keys()
+            flags = get_close_matches(flag, [name for name in FLAGS if name.startswith("--")], n=1, cutoff=0.75)
+            near = f"did you mean {(flags or [key])[0]}?" if flags or key in keys else hint(key, keys)
+            raise InputError(
+                f"{word} is no flag{'; ' if near else ''}{near}\n"
+                "Settings are written key=value without dashes, as in iterations=100. "
+                "Flags: --cfg job, --info, --multirun, --config-dir FOLDER, --hydra-help"
+            )
+        if not word.startswith(("-", "~")) and "=" not in word and not FLAGS.get(before):
+            raise InputError(f"{word!r} is not allowed: settings are written key=value, without blanks")
+        before = word
+        group, _, option = word.partition("=")
+        if option == "null" and group in groups():
+            off = f"{group}=none" if "none" in groups()[group] else f"one of {', '.join(groups()[group])}"
+            raise InputError(f"{word} is not allowed: {group} is a group of files; {off}")
+
+
 def _several_processes() -> bool:
     """Whether this may be one of several processes started by torchrun or SLURM; costs no import."""
     return "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_NTASKS" in os.environ
@@ -177,15 +190,14 @@ def _eval(arguments: list[str]) -> None:
 
 def _export(arguments: list[str]) -> None:
     options, overrides = _options(arguments, required=["checkpoint", "output"], optional=["force", "perturbation"])
-    from lightning_rlhf.export import export_checkpoint
-    from lightning_rlhf.schema import InputError
-
     flags = {name: options.get(name, "false").lower() for name in ("force", "perturbation")}
     for name, value in flags.items():
         if value not in ("true", "false"):
             raise InputError(f"{name} = {value!r} is not allowed: true or false")
     if overrides:
         raise InputError(f"export takes checkpoint=, output=, force= and perturbation=, not {overrides[0]!r}")
+    from lightning_rlhf.export import export_checkpoint
+
     chosen = {name: value == "true" for name, value in flags.items()}
     folder = export_checkpoint(options["checkpoint"], options["output"], **chosen)
     print(f"exported to {folder}; load it with AutoModelForCausalLM.from_pretrained({str(folder)!r})")
@@ -206,8 +218,6 @@ def _options(
     arguments: list[str], required: list[str], optional: Sequence[str] = ()
 ) -> tuple[dict[str, str], list[str]]:
     """The verb's own ``key=value`` arguments, and the others."""
-    from lightning_rlhf.schema import InputError
-
     options: dict[str, str] = {}
     overrides: list[str] = []
     for argument in arguments:
@@ -227,10 +237,6 @@ def _options(
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 
-class RunEnded(Exception):
-    """A run had to end for a reason outside of it; the message is all there is to say."""
-
-
 @contextmanager
 def _told_without_servers(folder: str | None = None) -> Iterator[None]:
     """No rollout server is left: say so, and where a training in ``folder`` can go on, instead of a traceback."""
@@ -246,38 +252,6 @@ def _told_without_servers(folder: str | None = None) -> Iterator[None]:
             again = f"once there are servers again, resume={folder} goes on from {found.name}" if found else ""
             lines.append(again or "there is no checkpoint yet to go on from")
         raise RunEnded("\n".join(lines)) from error
-
-
-def _one_screen(error: Exception) -> str:
-    from hydra.errors import OverrideParseException
-
-    from lightning_rlhf.schema import ConfigError, InputError, shipped_keys
-    from lightning_rlhf.spelling import hint
-
-    hidden = "(full traceback: HYDRA_FULL_ERROR=1)"
-    if isinstance(error, ConfigError):
-        count = len(error.problems)
-        return f"The configuration cannot work ({count} problem{'s' * (count > 1)}); nothing was started.\n\n{error}\n"
-    if isinstance(error, InputError):
-        return f"{error}\n{hidden}\n"
-    text = str(error)
-    if isinstance(error, OverrideParseException):
-        return f"{error.override!r} cannot be read: {text.splitlines()[0]}\n{hidden}\n"
-    key = re.search(r"Could not override '([^']+)'", text)
-    if key:
-        text = f"there is no key {key[1]!r}"
-        near = hint(key[1], shipped_keys())
-        text += f"; {near}" if near else ""
-        return f"{text}\nA key of your own is added with +{key[1]}=...; every key: lightning-rlhf train --cfg job\n"
-    option = re.search(r"Could not find '([^/']+)/([^']+)'", text)
-    if option:
-        options = _groups().get(option[1], [])
-        near = hint(option[2], options)
-        return (
-            f"there is no {option[1]}={option[2]}" + (f"; {near}" if near else "") + f"\n"
-            f"Options of {option[1]}: {', '.join(options) or 'none (there is no such group)'}\n"
-        )
-    return f"{text}\n{hidden}\n"
 
 
 @contextmanager

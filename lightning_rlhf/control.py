@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lightning_rlhf.metrics.names import check
+
 Scope = Literal["minibatch", "iteration", "actor"]
 SCOPES: dict[Scope, str] = {
     "minibatch": "weights and optimiser state before this minibatch's step",
@@ -161,8 +163,17 @@ class Control:
         self.decisions.append(Decision(verb, reason, self.iteration, self.update))
 
     def report(self, name: str, value: float) -> None:
-        """Log a number of the callback's own with this iteration's metrics; its name must be registered."""
-        self.reported[name] = value
+        """Log a number of the callback's own with this iteration's metrics.
+
+        Call it from ``on_rollout_start`` to ``on_update_end``. What is logged is the number of the first rank, so
+        report reduced ones, such as those in ``stats``. NaN says that nothing was measured: nothing is logged.
+
+        Raises:
+            UnknownMetricError: the name was not declared, see :func:`lightning_rlhf.metrics.names.register`.
+        """
+        check([name])
+        if not math.isnan(value):
+            self.reported[name] = value
 
     # --- what the update loop asks -----------------------------------------------------------------------------
 

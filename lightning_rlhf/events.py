@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import math
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,25 +26,37 @@ EVENTS = (
 )
 
 
+# What was not measured is NaN in every stats object, never 0: no limit is over or under it (``nan > limit`` is false).
+# Whoever averages, integrates or takes a maximum asks ``math.isfinite`` first and waits. docs/extending.md lists the
+# fields from the lines below; a test compares.
+
+
 @dataclass(frozen=True)
 class ExperienceStats:
     """Globally reduced view of the experience of one iteration, before any update."""
 
     iteration: int
+    """Counted from 1."""
     sequences: int
+    """Responses of all ranks."""
     tokens: int
+    """Generated tokens of all ranks, rejected ones included."""
     score_mean: float
+    """Mean score of a sequence, before clipping, normalisation and KL penalty."""
     score_std: float
     """Spread of the scores over the sequences of all ranks."""
     entropy: float
     """Mean entropy of the policy, nats per token; NaN where the old policy is not scored (bypass mode)."""
     kl_ref: float
-    """Current policy against reference, nats per token, in the configured estimator; 0 without reference."""
+    """Current policy against reference, nats per token, in the configured estimator; NaN without reference."""
     advantage_abs_mean: float
+    """Mean |advantage| of the accepted tokens, as the loss sees it."""
     advantage_raw_abs_mean: float
     """Before whitening, which would hide how weak the signal is."""
     response_length_mean: float
+    """Generated tokens of a sequence."""
     truncated_fraction: float
+    """Share of sequences that reached the length limit."""
 
 
 @dataclass(frozen=True)
@@ -48,26 +64,37 @@ class MinibatchStats:
     """Globally reduced numbers of one minibatch, from the forward pass **before** its step."""
 
     iteration: int
+    """Counted from 1."""
     update: int
+    """Optimiser steps of the run before this one."""
     epoch: int
+    """Counted from 0 in each iteration."""
     minibatch: int
+    """Counted from 0 in each epoch."""
     tokens: float
+    """Accepted tokens of all ranks: those that the loss is taken over. 0 where moving rejection took them all."""
     policy_loss: float
+    """In the configured aggregation."""
     value_loss: float
+    """Before its coefficient; NaN without a critic."""
     kl_old: float
-    """KL(old || current), nats per token, estimator k3 over valid tokens."""
+    """KL(old || current), nats per token, estimator k3 over accepted tokens."""
     kl_ref: float
-    """KL(current || reference), nats per token, estimator k3 on the old policy's tokens; 0 without reference."""
+    """KL(current || reference), nats per token, estimator k3 on the old policy's tokens; NaN without reference."""
     clip_fraction: float
+    """Share of accepted tokens where the clip is active."""
     ratio_max: float
+    """Largest current / old probability of an accepted token."""
+    entropy: float = math.nan
+    """Mean entropy of the current policy over accepted tokens, nats per token (with noise where ALP is on)."""
     grad_norms: dict[str, float] = field(default_factory=dict)
-    """Norm per parameter group before clipping; empty at ``on_minibatch_start``."""
+    """Norm per parameter group, before clipping."""
     clipped: dict[str, bool] = field(default_factory=dict)
     """Whether the group's norm was over its limit."""
     finite: bool = True
     """Whether loss and gradient norms are finite; if not, the step is skipped whatever callbacks say."""
     stepped: bool = False
-    """Whether the optimiser took the step; always false in ``on_before_step``."""
+    """Whether the optimiser took the step; always false in `on_before_step`."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +102,21 @@ class EpochStats:
     """One PPO epoch: token-weighted means over its minibatches (a maximum is a maximum)."""
 
     iteration: int
+    """Counted from 1."""
     epoch: int
+    """Counted from 0 in each iteration."""
     minibatches: int
+    """Minibatches with an accepted token that were reached."""
     kl_old: float
+    """KL(old || current), nats per token."""
     kl_ref: float
+    """KL(current || reference), nats per token; NaN without reference."""
     clip_fraction: float
+    """Share of accepted tokens where the clip is active."""
     ratio_max: float
+    """Largest current / old probability of an accepted token."""
+    entropy: float = math.nan
+    """Mean entropy of the current policy, nats per token."""
 
 
 @dataclass(frozen=True)
@@ -88,13 +124,39 @@ class UpdateStats:
     """The whole update of one iteration."""
 
     iteration: int
+    """Counted from 1."""
     epochs_used: int
+    """Passes over the experience that reached a minibatch with an accepted token."""
     steps: int
+    """Optimiser steps taken."""
     steps_skipped: int
+    """Minibatches with an accepted token whose step was not taken."""
     kl_old: float
-    """Of the last epoch that ran."""
+    """Of the last epoch that ran, like the rest; NaN where none did."""
     kl_ref: float
+    """KL(current || reference), nats per token; NaN without reference."""
     clip_fraction: float
+    """Share of accepted tokens where the clip is active."""
+    entropy: float = math.nan
+    """Mean entropy of the current policy, nats per token."""
+
+
+STATS = (ExperienceStats, MinibatchStats, EpochStats, UpdateStats)
+
+
+def stats_tables() -> str:
+    """The tables of ``docs/extending.md``: every field of every ``stats`` object with its type and meaning."""
+    lines: list[str] = []
+    for kind in STATS:
+        lines += ["", f"| `{kind.__name__}` | type | meaning |", "| --- | --- | --- |"]
+        [definition] = ast.parse(inspect.getsource(kind)).body
+        assert isinstance(definition, ast.ClassDef)
+        # A field's meaning is the text below it.
+        for declared, text in pairwise(definition.body):
+            if isinstance(declared, ast.AnnAssign) and isinstance(text, ast.Expr):
+                meaning = " ".join(str(ast.literal_eval(text.value)).split()).replace("|", r"\|")
+                lines.append(f"| `{ast.unparse(declared.target)}` | {ast.unparse(declared.annotation)} | {meaning} |")
+    return "\n".join(lines[1:]) + "\n"
 
 
 def emit(module: LightningModule, event: str, *args: Any) -> None:

@@ -12,9 +12,10 @@ from torch import Tensor
 from lightning_rlhf.experience import PromptBatch, Rollout
 from lightning_rlhf.memory import memory_policy
 from lightning_rlhf.metrics.batch import MetricBatch
-from lightning_rlhf.models.sharding import gathered
+from lightning_rlhf.models.sharding import gathered, is_sharded
 from lightning_rlhf.processes import together
 from lightning_rlhf.rollout import AheadRollouts
+from lightning_rlhf.rollout.binding import check_finite
 from lightning_rlhf.rollout.parts import generate_in_parts
 
 if TYPE_CHECKING:
@@ -33,12 +34,30 @@ class RolloutSource:
     def generate(self, prompts: PromptBatch, *, greedy: bool = False) -> Rollout:
         """Responses drawn now, on the module's device."""
         with self.weights():
-            return self._request(prompts, greedy)().to(self.module.device)
+            return self.checked(self._request(prompts, greedy)()).to(self.module.device)
+
+    def checked(self, rollout: Rollout) -> Rollout:
+        """The rollout itself, if the module knows what to do with tokens that have no log-probability.
+
+        Raises:
+            FloatingPointError: there are some, and it does not.
+        """
+        if not self.module.accepts_missing_logprobs:
+            check_finite(rollout)
+        return rollout
 
     def weights(self) -> AbstractContextManager[None]:
         """What an engine that draws with the trained weights themselves needs around its calls: all of them whole."""
-        shared = getattr(self.module.engine, "shares_weights", False)
-        return gathered(self.module.actor) if shared else nullcontext()
+        return gathered(self.module.actor) if self._shares_weights else nullcontext()
+
+    @property
+    def gathers(self) -> bool:
+        """Whether all ranks take part in :meth:`weights`."""
+        return self._shares_weights and is_sharded(self.module.actor)
+
+    @property
+    def _shares_weights(self) -> bool:
+        return getattr(self.module.engine, "shares_weights", False)
 
     def next(self, prompts: PromptBatch) -> Rollout:
         """The rollout of this iteration: the one generated ahead, or else drawn now. Then the next one begins.
@@ -58,8 +77,8 @@ class RolloutSource:
     def _of_this_iteration(self, prompts: PromptBatch) -> Rollout:
         ahead = self.module.engine.ahead
         rollout = self._ahead.take(prompts)
-        if rollout is not None and self._too_stale(rollout):
-            rollout = None
+        if rollout is not None:
+            rollout = None if self._too_stale(rollout) else self.checked(rollout)
         self.drawn_late = rollout is None and ahead.lag > 0
         if rollout is None:
             rollout = self.generate(prompts)

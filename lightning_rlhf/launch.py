@@ -175,7 +175,8 @@ def shared_name() -> str | None:
         InputError: they have no name in common.
     """
     if _several_slurm_tasks():
-        return f"slurm-{os.environ['SLURM_JOB_ID']}"
+        step = os.environ.get("SLURM_STEP_ID", "0")  # a second srun of the job is another run
+        return f"slurm-{os.environ['SLURM_JOB_ID']}" + (f"-{step}" if step != "0" else "")
     if TorchElasticEnvironment.detect():
         name = os.environ["TORCHELASTIC_RUN_ID"]
         if name == "none":

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities import rank_zero_info
 
@@ -41,6 +41,7 @@ class Logbook:
         """What the whole run has trained on; in checkpoints."""
         self._times: dict[str, float] = {}
         self._start = 0.0
+        self._shown: set[str] = set()
 
     def begin_iteration(self) -> None:
         """Start the clock of an iteration."""
@@ -81,10 +82,23 @@ class Logbook:
         # Lightning hands logged values to loggers only after the checkpoint of this iteration, as float32.
         for logger in module.loggers:
             logger.log_metrics(numbers, step=control.iteration)
-        module.log_dict(numbers, logger=False, on_step=True, on_epoch=False, batch_size=1)
-        bar = {"reward": numbers["reward/mean"], "kl": numbers.get("kl/ref", 0.0)}
-        bar["tok/s"] = numbers["perf/tokens_per_second"]
+        # The few are for a progress bar of the user's own; the kit's reads the metrics themselves.
+        bar = {name: numbers[name] for name in ("reward/mean", "kl/ref", "perf/tokens_per_second") if name in numbers}
+        rest = {name: value for name, value in numbers.items() if name not in bar}
+        self._forget_others(set(numbers))
+        module.log_dict(rest, logger=False, on_step=True, on_epoch=False, batch_size=1)
         module.log_dict(bar, prog_bar=True, logger=False, on_step=True, on_epoch=False, batch_size=1)
+
+    def _forget_others(self, names: set[str]) -> None:
+        """What was not measured now is absent from ``trainer.callback_metrics``, too.
+
+        Lightning keeps the last value of every name there, and a monitor would take it for today's.
+        """
+        trainer: Any = self.module.trainer
+        for name in self._shown - names:
+            trainer._results.pop(f"training_step.{name}", None)
+            trainer.callback_metrics.pop(name, None)
+        self._shown = names
 
     def _control(self) -> dict[str, float]:
         """Knobs, multipliers, counts and the two clocks."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,8 +15,10 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 
 from lightning_rlhf.control import Control
+from lightning_rlhf.data import check_room
+from lightning_rlhf.evaluation import Evaluation
 from lightning_rlhf.events import ExperienceStats, emit
-from lightning_rlhf.experience import Experience, Finish, MiniBatch, PromptBatch, Rollout
+from lightning_rlhf.experience import Experience, MiniBatch, PromptBatch, Rollout
 from lightning_rlhf.functional.kl import kl_estimate
 from lightning_rlhf.functional.losses import PolicyLoss, aggregate, ppo_policy_loss, value_loss
 from lightning_rlhf.functional.schedules import learning_rate_factor
@@ -26,18 +29,18 @@ from lightning_rlhf.memory import OutOfMemory, attempt
 from lightning_rlhf.metrics.batch import MetricBatch
 from lightning_rlhf.metrics.experience import experience_metrics, policy_metrics
 from lightning_rlhf.metrics.moments import RunningMoments
-from lightning_rlhf.metrics.names import check
 from lightning_rlhf.mixins.alp import ALPMixin
 from lightning_rlhf.mixins.rollout_correction import RolloutCorrectionMixin
 from lightning_rlhf.models import Policy, SharedCritic
 from lightning_rlhf.models.sharding import is_sharded
+from lightning_rlhf.parallel import agree_on_fields
 from lightning_rlhf.processes import gather_objects, place, together
 from lightning_rlhf.rewards import CompositeReward
 from lightning_rlhf.rollout import RolloutEngine
 from lightning_rlhf.rollout.binding import end_tokens
 from lightning_rlhf.scoring import compute_advantages, score_experience, score_rewards
 from lightning_rlhf.settings import PPOSettings
-from lightning_rlhf.update import UpdateLoop
+from lightning_rlhf.update import ACCEPTED_TOKENS, UpdateLoop
 
 
 class PolicyOutput(NamedTuple):
@@ -45,7 +48,7 @@ class PolicyOutput(NamedTuple):
 
     logprobs: Tensor
     entropy: Tensor | None = None
-    """Only where ``module.loss.entropy_coefficient`` is not 0."""
+    """Without a graph where ``module.loss.entropy_coefficient`` is 0; ``None`` leaves it out of metrics and stats."""
     values: Tensor | None = None
     """Only with a critic on the actor's trunk."""
 
@@ -55,7 +58,7 @@ class ActorCriticModule(LightningModule):
 
     Mixins and users override the extension points, and only those: :meth:`actor_logprobs`,
     :meth:`prepare_experience`, :meth:`policy_loss`, :meth:`extra_losses`, :meth:`parameter_groups`,
-    :attr:`scores_old_policy` and :meth:`update_metrics`.
+    :attr:`scores_old_policy`, :attr:`accepts_missing_logprobs` and :meth:`update_metrics`.
 
     Args:
         policy: actor, critic, reference and tokenizer, see :func:`lightning_rlhf.models.build_policy`.
@@ -115,7 +118,7 @@ class ActorCriticModule(LightningModule):
         """What was trained before PPO: supervised steps, peak learning rate, last loss; travels in the checkpoint."""
         self._fingerprint: str | None = None
         self._rollouts = RolloutSource(self)
-        self._evaluation = MetricBatch()
+        self._evaluation = Evaluation(self, self._rollouts)
         self._update_loop = UpdateLoop(self)
         self._logbook = Logbook(self)
 
@@ -130,7 +133,7 @@ class ActorCriticModule(LightningModule):
             mask,
             minibatch.response_ids.shape[1],
             temperature=self.engine.sampling.temperature,
-            entropy="gradient" if self.settings.loss.entropy_coefficient else "none",
+            entropy="gradient" if self.settings.loss.entropy_coefficient else "detached",
             with_hidden=shared,
         )
         values = self.critic(output.hidden)[:, :-1] if shared else None  # type: ignore[misc]
@@ -181,6 +184,11 @@ class ActorCriticModule(LightningModule):
         """Whether the trainer computes the old log-probabilities; if not, the engine's stand for them."""
         return True
 
+    @property
+    def accepts_missing_logprobs(self) -> bool:
+        """Whether tokens without a finite log-probability of the engine are dealt with; if not, they end the run."""
+        return False
+
     def update_metrics(self) -> dict[str, float]:
         """Called once after the update: numbers gathered meanwhile, the same on every rank."""
         return {}
@@ -203,6 +211,7 @@ class ActorCriticModule(LightningModule):
             self.score_experience(experience)
             metrics = self.prepare_experience(experience) or MetricBatch()
             emit(self, "on_experience_scored", experience)
+            agree_on_fields(experience)
             self.compute_advantages(experience, metrics)
         self._rollouts.measure(rollout, metrics)
         numbers = self._experience_metrics(experience, metrics)
@@ -243,6 +252,7 @@ class ActorCriticModule(LightningModule):
         with self.trainer.precision_plugin.forward_context():
             with self._rollouts.weights():
                 answers = self.engine.generate(prompts, samples=1, max_new_tokens=limit, seed=self.seed)
+                answers = self._rollouts.checked(answers)
             answers = answers.to(self.device)
             experience = Experience.from_rollout(answers, prompts.texts, texts=[""] * len(answers))
             temperature, budget = self.engine.sampling.temperature, self.settings.update.score_tokens
@@ -281,10 +291,13 @@ class ActorCriticModule(LightningModule):
 
     def micro_batch_loss(self, micro: MiniBatch, metrics: MetricBatch) -> Tensor:
         """Loss of one micro-batch; the micro-batches of a minibatch add up to the minibatch's loss."""
-        settings, mask = self.settings, micro.require("loss_mask")
+        settings = self.settings
         output = self.actor_logprobs(micro)
         policy = self.policy_loss(micro, output.logprobs)
-        total = policy.loss
+        if policy.accepted is not None:  # rejected now, by the policy as it moved: for everything that follows, too
+            micro = replace(micro, loss_mask=policy.accepted)
+        mask, total = micro.require("loss_mask"), policy.loss
+        metrics.sum(ACCEPTED_TOKENS, mask)
         metrics.sum("ppo/policy_loss", policy.loss)
         if self.critic is not None:
             values = self._critic_values(micro) if output.values is None else output.values
@@ -300,6 +313,8 @@ class ActorCriticModule(LightningModule):
             metrics.sum("ppo/value_loss", value.loss)
             metrics.mean("value/clip_fraction", value.clipped.float(), mask)
         if output.entropy is not None:
+            metrics.mean("entropy/update", output.entropy, mask)
+        if output.entropy is not None and settings.loss.entropy_coefficient:
             entropy = aggregate(output.entropy, mask, **self._aggregation(micro))
             total = total - settings.loss.entropy_coefficient * entropy
         if micro.ref_logprobs is not None and settings.kl.placement == "loss":
@@ -323,23 +338,16 @@ class ActorCriticModule(LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         """Begin a new evaluation."""
-        self._evaluation = MetricBatch()
+        self._evaluation = Evaluation(self, self._rollouts)
 
     @torch.no_grad()
     def validation_step(self, prompts: PromptBatch, batch_idx: int) -> None:
         """Greedy answers to held-out prompts, scored by every term of the reward (``eval/<term>``)."""
-        answers = self.score_rewards(prompts, self.generate(prompts, greedy=True))
-        numbers = {"eval/reward_mean": answers.require("scores")}
-        numbers |= {f"eval/{name}": term for name, term in answers.components.items()}
-        numbers["eval/response_length_mean"] = answers.response_lengths
-        numbers["eval/truncated_fraction"] = answers.finish == Finish.TRUNCATED
-        check(numbers)
-        for name, values in numbers.items():
-            self._evaluation.mean(name, values.float())
+        self._evaluation.step(prompts)
 
     def on_validation_epoch_end(self) -> None:
         """Log the means over all prompts of all ranks."""
-        self.log_dict(self._evaluation.compute())
+        self.log_dict(self._evaluation.finish())
 
     # --- optimiser -----------------------------------------------------------------------------------------------
 
@@ -374,7 +382,14 @@ class ActorCriticModule(LightningModule):
     def setup(self, stage: str) -> None:
         """The embedded engine shares the actor's weights from here on; reward models follow to the device."""
         self.engine.setup(self.actor.lm, self.tokenizer)
+        together(self._check_lengths)
         self.reward.to(self.trainer.strategy.root_device)  # the module itself moves there only after this
+
+    def _check_lengths(self) -> None:
+        """Whether the prompts leave room for responses where an engine knows its limit only once it is there."""
+        data, limit = getattr(self.trainer, "datamodule", None), getattr(self.engine, "positions", None)
+        if limit is not None and hasattr(data, "train_prompts"):
+            check_room(data, self.engine.sampling.max_new_tokens, limit, "the longest sequence of the engine")  # type: ignore[arg-type]
 
     def configure_model(self) -> None:
         """Shard actor, critic and reference where the strategy says how; only the first call does anything.
@@ -472,9 +487,9 @@ class ActorCriticModule(LightningModule):
             score_mean=numbers["reward/mean"],
             score_std=numbers.get("reward/std", math.nan),
             entropy=numbers.get("entropy/mean", math.nan),
-            kl_ref=numbers.get("kl/ref", 0.0),
-            advantage_abs_mean=numbers["advantage/abs_mean"],
-            advantage_raw_abs_mean=numbers["advantage/raw_abs_mean"],
+            kl_ref=numbers.get("kl/ref", math.nan),
+            advantage_abs_mean=numbers.get("advantage/abs_mean", math.nan),
+            advantage_raw_abs_mean=numbers.get("advantage/raw_abs_mean", math.nan),
             response_length_mean=numbers["response/length_mean"],
             truncated_fraction=numbers["response/truncated_fraction"],
         )
@@ -482,10 +497,10 @@ class ActorCriticModule(LightningModule):
     def _experience_metrics(self, experience: Experience, metrics: MetricBatch) -> dict[str, float]:
         experience_metrics(experience, metrics)
         numbers = metrics.compute()
-        if experience.values is not None:
-            numbers["value/explained_variance"] = float(
-                explained_variance(experience.values, experience.require("returns"), experience.require("loss_mask"))
-            )
+        if "value/mean" in numbers:  # some rank has a valid token, and all know it
+            values, returns = experience.require("values"), experience.require("returns")
+            explained = explained_variance(values, returns, experience.require("loss_mask"))
+            numbers["value/explained_variance"] = float(explained)
         return numbers
 
 

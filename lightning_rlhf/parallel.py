@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -36,6 +37,10 @@ def gather_experience(experience: Experience) -> Experience:
     _, world = place()
     if world == 1:
         return experience
+    names = [field.name for field in fields(experience) if isinstance(getattr(experience, field.name), list)]
+    lists = {name: getattr(experience, name) for name in names}
+    kinds, texts = zip(*gather_objects((_kinds(experience), lists)), strict=True)
+    _require_alike(kinds)
     mine = [len(experience), experience.prompt_ids.shape[1], experience.response_ids.shape[1]]
     sizes = _gather(torch.tensor(mine, device=experience.response_ids.device))
     rows = [int(size[0]) for size in sizes]
@@ -52,14 +57,74 @@ def gather_experience(experience: Experience) -> Experience:
         elif isinstance(value, Tensor) and value.ndim == 1:
             changes[field.name] = _gather_rows(value, rows)
         elif isinstance(value, dict):
-            changes[field.name] = {name: _gather_rows(tensor, rows) for name, tensor in value.items()}
+            changes[field.name] = {name: _gather_rows(value[name], rows) for name in sorted(value)}
     # A prompt's samples stay one group, and groups of different ranks different ones.
     first = torch.arange(world, device=experience.group.device).repeat_interleave(torch.tensor(rows).to(sizes[0]))
     changes["group"] = changes["group"] + first * max(rows)
-    names = [field.name for field in fields(experience) if isinstance(getattr(experience, field.name), list)]
-    texts = gather_objects({name: getattr(experience, name) for name in names})
     changes |= {name: [text for of_rank in texts for text in of_rank[name]] for name in names}
     return replace(experience, **changes)
+
+
+NEUTRAL = {"reward_override": math.nan, "is_weights": 1.0}
+"""Fields that may be missing, and the value that means the same."""
+
+
+def agree_on_fields(experience: Experience) -> None:
+    """Fill in what other ranks have set and this one has not, where that has a meaning; see :data:`NEUTRAL`.
+
+    Later steps reduce over ranks what there is. A callback that finds something to act on at one rank alone would
+    otherwise let the others wait.
+
+    Raises:
+        RuntimeError: on every rank, if fields differ otherwise.
+    """
+    if place()[1] == 1:
+        return
+    everyone = gather_objects(_kinds(experience))
+    for name, value in NEUTRAL.items():
+        kind = next((kinds[name] for kinds in everyone if name in kinds), None)
+        if kind is None or kind[1] != "[B, R]":
+            continue
+        if getattr(experience, name) is None:
+            dtype = getattr(torch, kind[0])
+            setattr(experience, name, torch.full_like(experience.rollout_logprobs, value, dtype=dtype))
+        for kinds in everyone:
+            kinds.setdefault(name, kind)
+    _require_alike(everyone)
+
+
+def _kinds(experience: Experience) -> dict[str, tuple[str, str]]:
+    """Data type and shape of every tensor that there is."""
+    found: dict[str, Tensor] = {}
+    for field in fields(experience):
+        value = getattr(experience, field.name)
+        if isinstance(value, Tensor):
+            found[field.name] = value
+        elif isinstance(value, dict):
+            found |= {f"{field.name}[{name!r}]": tensor for name, tensor in value.items()}
+    return {
+        name: (str(tensor.dtype).removeprefix("torch."), _shape(name, tensor, experience))
+        for name, tensor in found.items()
+    }
+
+
+def _shape(name: str, tensor: Tensor, experience: Experience) -> str:
+    """In letters where it is one that a field may have: ranks have different numbers of rows and columns."""
+    block, letters = (experience.prompt_mask, "P") if name.startswith("prompt_") else (experience.response_mask, "R")
+    known = {block.shape: f"[B, {letters}]", block.shape[:1]: "[B]"}
+    return known.get(tensor.shape, str(list(tensor.shape)))
+
+
+def _require_alike(everyone: Sequence[Mapping[str, tuple[str, str]]]) -> None:
+    """Refuse fields that are not the same on all ranks; every rank sees the same and says the same."""
+    for name in dict.fromkeys(name for kinds in everyone for name in kinds):
+        of_ranks = [" ".join(kinds.get(name, ("missing",))) for kinds in everyone]
+        if len(set(of_ranks)) > 1:
+            said = ", ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(of_ranks))
+            raise RuntimeError(
+                f"experience.{name} is not the same on all ranks ({said}); allowed is one data type and shape, set on "
+                "every rank or on none"
+            )
 
 
 def balanced_shares(costs: Sequence[int], ranks: int) -> list[list[int]]:

@@ -28,6 +28,7 @@ from lightning_rlhf.ray_settings import DEVICES, RaySettings
 from lightning_rlhf.reporting import tracked as of_earlier
 from lightning_rlhf.schema import InputError, check
 from lightning_rlhf.settings import build
+from lightning_rlhf.threads import waiting
 
 try:
     import ray
@@ -103,6 +104,7 @@ def of_processes() -> dict[str, Any]:
     variables = {
         "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
         "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # what is printed would be shown twice, as it goes to a log as well
+        **waiting(),
     }
     return {"env_vars": variables, "worker_process_setup_hook": f"{quiet_ray.__module__}.quiet_ray"}
 

@@ -100,7 +100,7 @@ class Resumption:
         """The configuration of this start, whose files go into ``folder``."""
         folder = Path(folder).absolute()
         config = moved(self.config, self.run, self.outputs, folder)
-        config |= {"output_dir": str(folder), "resume": str(self.checkpoint), "branch": None}
+        config |= {"output_dir": str(folder), "resume": str(self.checkpoint.absolute()), "branch": None}
         earlier = None if self.run is None else str(self.run)
         config["logger"] = tracked(config.get("logger"), resume_from=None, branch_from=None)
         if self.branch:
@@ -114,7 +114,7 @@ class Resumption:
         yield f"resuming from {self.checkpoint} (iteration {self.iteration})"
         if self.changes:
             yield "changed, all else as it was:"
-            yield from (f"  {key}: {_shown(old)} -> {_shown(new)}" for key, (old, new) in self.changes.items())
+            yield from (f"  {key}: {_shown(old)} -> {_shown(new)}" for key, (old, new) in in_short(self.changes))
         schedule = get(self.config, "module.optimizer.schedule")
         if "iterations" in self.changes and schedule not in (None, "constant"):
             end = self.config["iterations"]
@@ -128,7 +128,7 @@ class Resumption:
         """For the list of starts."""
         changes = {key: [_shown(old), _shown(new)] for key, (old, new) in self.changes.items()}
         branch = {"branch_of": str(self.run), "because": self.branch} if self.branch else {}
-        start = {"checkpoint": str(self.checkpoint), "iteration": self.iteration, "changes": changes}
+        start = {"checkpoint": str(self.checkpoint.absolute()), "iteration": self.iteration, "changes": changes}
         return {"typed": list(self.typed), **self.composition.plain(), **start, **branch}
 
 
@@ -193,9 +193,9 @@ def _resumption(
     if wish is not None and not isinstance(wish, bool):
         raise InputError(f"branch = {wish!r} is not allowed: true, false or null")
     changes = dict(differences(saved, config))
-    reasons = [f"other numbers follow from {key}" for key in changes if not keeps_numbers(key)]
-    if len(reasons) > 3:
-        reasons = [*reasons[:2], f"and from {len(reasons) - 2} more keys"]
+    other = [key for key, _ in in_short({k: v for k, v in changes.items() if not keeps_numbers(k)})]
+    named = other if len(other) <= 3 else [*other[:2], f"{len(other) - 2} more"]
+    reasons = [f"other numbers follow from {', '.join(named)}"] if other else []
     newest = newest_iteration(checkpoint)
     if newest > iteration:
         reasons.append(f"the run has gone on to iteration {newest} since")
@@ -214,6 +214,18 @@ def differences(saved: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator
         then, now = old.get(key, MISSING), new.get(key, MISSING)
         if key not in OF_ONE_START and (type(then) is not type(now) or then != now):
             yield key, (then, now)
+
+
+def in_short(changes: Mapping[str, tuple[Any, Any]]) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """The same; of a block that has come or gone as a whole only its class, under the block's own key."""
+    ends = [key for key, pair in changes.items() if key.endswith("._target_") and MISSING in pair]
+    whole = {key.removesuffix("._target_") for key in ends}
+    for key, pair in changes.items():
+        block = key.removesuffix("._target_")
+        if block in whole:
+            yield block, pair
+        elif not any(key.startswith(f"{name}.") or key == name for name in whole):
+            yield key, pair
 
 
 def keeps_numbers(key: str) -> bool:

@@ -2,54 +2,49 @@
 
 from __future__ import annotations
 
-import importlib.resources
-import inspect
 import logging
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, replace
 from glob import glob
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lightning_rlhf.arithmetic import Arithmetic
-from lightning_rlhf.locate import locate, parameters_of
-from lightning_rlhf.mixins.alp_settings import ALPSettings
-from lightning_rlhf.mixins.correction_settings import RolloutCorrectionSettings
-from lightning_rlhf.models.npu_fused import is_installed
+from lightning_rlhf.errors import ConfigError, InputError, Problem
+from lightning_rlhf.keys import (
+    MIXIN_SETTINGS,
+    NOT_HANDED_OVER,
+    blocks,
+    declared_arguments,
+    get,
+    kinds,
+    targets,
+    top_level,
+)
+from lightning_rlhf.locate import locate
 from lightning_rlhf.settings import PPOSettings, SettingError, build
-from lightning_rlhf.spelling import hint
+from lightning_rlhf.shipped import comment, flatten, shipped_keys
 from lightning_rlhf.trainer_settings import processes_of, wrong_trainer_options
 from lightning_rlhf.verl import VerlBlockError, adopt
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Problem:
-    """One thing that cannot work: where, what was given, and what is allowed."""
+__all__ = [
+    "NOT_HANDED_OVER",
+    "ConfigError",
+    "InputError",
+    "Problem",
+    "check",
+    "first_look",
+    "flatten",
+    "get",
+    "shipped_keys",
+]
 
-    key: str
-    value: Any
-    allowed: str
-
-    def __str__(self) -> str:
-        shown = repr(self.value)
-        return f"{self.key} = {shown if len(shown) <= 80 else shown[:77] + '...'}\n    {self.allowed}"
-
-
-class InputError(ValueError):
-    """Something the user gave cannot work; the message is all that is needed to mend it."""
-
-
-class ConfigError(InputError):
-    """A configuration that is refused, with all its problems."""
-
-    def __init__(self, problems: list[Problem]) -> None:
-        super().__init__("\n".join(str(problem) for problem in problems))
-        self.problems = problems
+Check = Callable[[Mapping[str, Any]], Iterator[Problem]]
 
 
 def check(config: DictConfig) -> dict[str, Any]:
@@ -64,176 +59,80 @@ def check(config: DictConfig) -> dict[str, Any]:
     Raises:
         ConfigError: with every problem found, not only the first.
     """
+    plain, notes = _plain(config)
+    for note in notes:
+        log.info(note)
+    _refuse(
+        plain,
+        top_level,
+        blocks,
+        targets,
+        kinds,
+        module_settings,
+        mixin_settings,
+        trainer_options,
+        numbers,
+        combinations,
+        files,
+    )
+    return plain
+
+
+def first_look(config: DictConfig) -> None:
+    """Refuse what can be seen to be wrong before PyTorch and the other libraries are imported, which takes long.
+
+    Raises:
+        ConfigError: as :func:`check`, which looks at everything.
+    """
+    plain, _ = _plain(config)
+    _refuse(
+        plain, top_level, blocks, declared_arguments, kinds, module_settings, trainer_options, numbers, combinations
+    )
+
+
+def _plain(config: DictConfig) -> tuple[dict[str, Any], list[str]]:
+    """Plain containers, interpolations resolved and a block of veRL taken over; what to tell the user about that."""
     try:
         plain: dict[str, Any] = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+    except MissingMandatoryValue as error:
+        key = str(error.full_key)
+        says = comment(key)
+        raise ConfigError(
+            [Problem(key, "???", f"it has to be set: {key}=...{f' ({says})' if says else ''}")]
+        ) from error
     except OmegaConfBaseException as error:
         key = str(getattr(error, "full_key", None) or "configuration")
         raise ConfigError([Problem(key, "unset or unresolved", str(error).splitlines()[0])]) from error
     try:
-        plain, notes = adopt(plain)
+        return adopt(plain)
     except VerlBlockError as error:
         raise ConfigError([Problem(error.key, error.value, error.allowed)]) from error
-    for note in notes:
-        log.info(note)
-    checks = (top_level, blocks, targets, module_settings, trainer_options, numbers, combinations, files)
+
+
+def _refuse(plain: Mapping[str, Any], *checks: Check) -> None:
     problems = [problem for each in checks for problem in each(plain)]
     if problems:
         raise ConfigError(problems)
-    return plain
 
 
 MISSING = object()
 
 
-def get(config: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """The value at a dotted key, or ``default`` where a block on the way is missing or null."""
-    node: Any = config
-    for part in key.split("."):
-        if not isinstance(node, Mapping) or part not in node:
-            return default
-        node = node[part]
-    return node
-
-
-def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values of all leaves; an empty block is a leaf."""
-    for name, value in config.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and value:
-            yield from flatten(value, f"{key}.")
-        else:
-            yield key, value
-
-
-# --- keys ------------------------------------------------------------------------------------------------------------
-
-
-def shipped_keys() -> list[str]:
-    """Every dotted key of the shipped configuration files, for spelling hints."""
-    root = importlib.resources.files("lightning_rlhf.conf")
-    keys = [name for name in _yaml(root / "train.yaml") if name not in ("defaults", "hydra")]
-    for group in sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("_")):
-        for file in sorted((root / group).iterdir(), key=lambda entry: entry.name):
-            if file.name.endswith(".yaml") and group not in ("experiment", "recipe"):
-                content = {k: v for k, v in _yaml(file).items() if k != "defaults"}
-                keys += [f"{_package(file, group)}.{key}" for key, _ in flatten(content)]
-    return list(dict.fromkeys(keys))
-
-
-def top_level(config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Keys beside those of train.yaml and its groups."""
-    train = _yaml(importlib.resources.files("lightning_rlhf.conf") / "train.yaml")
-    groups = [
-        name.removeprefix("optional ") for entry in train["defaults"] if isinstance(entry, dict) for name in entry
-    ]
-    groups = [name for name in groups if name not in PLACED_ELSEWHERE]
-    known = [name for name in train if name not in ("defaults", "hydra")] + groups
-    for name, value in config.items():
-        if name in known:
-            continue
-        for key, leaf in flatten({name: value}):
-            text = hint(key, [*known, *shipped_keys()]) or f"known at the top: {', '.join(known)}"
-            yield Problem(key, leaf, f"nothing reads this key; {text}")
-
-
-PLACED_ELSEWHERE = {"alp", "recipe", "rollout_correction"}
-"""Groups whose files fill a block of another group (``# @package`` on their first line)."""
-
-
-def blocks(config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Blocks that do not say what to build, and names that are no block."""
-    wanted = {key: get(config, key) for key in ("module", "model.source", "model.policy", "data", "reward", "rollout")}
-    wanted["trainer"] = get(config, "trainer")
-    wanted |= {key: config[key] for key in ("warmup",) if config.get(key)}
-    loggers = config.get("logger") or {}
-    named = isinstance(loggers, Mapping) and "_target_" not in loggers
-    wanted |= {f"logger.{k}": v for k, v in loggers.items() if v is not None} if named else {"logger": loggers}
-    wanted |= {f"callbacks.{k}": block for k, block in (config.get("callbacks") or {}).items() if block is not None}
-    for key, block in wanted.items():
-        if not isinstance(block, Mapping) or "_target_" not in block:
-            near = hint(key, dict.fromkeys(known.rpartition(".")[0] for known in shipped_keys()))
-            yield Problem(key, block, f"a block with a _target_, the class or function to build; {near}".rstrip("; "))
-    for name, value in (get(config, "model") or {}).items():
-        unread = {} if name in ("source", "policy") else {name: value}
-        if name == "lr" and isinstance(value, Mapping):
-            unread = {f"lr.{part}": rate for part, rate in value.items() if part not in ("actor", "critic")}
-        for key, bad in unread.items():
-            yield Problem(f"model.{key}", bad, f"nothing reads this key; {hint(f'model.{key}', shipped_keys())}")
-
-
-def targets(config: Mapping[str, Any], prefix: str = "") -> Iterator[Problem]:
-    """Unknown targets, and arguments that a target does not take or misses."""
-    for name, value in config.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, list):
-            value = {str(index): item for index, item in enumerate(value)}
-        if not isinstance(value, Mapping):
-            continue
-        if "_target_" in value:
-            yield from _arguments(key, value)
-        yield from targets(value, f"{key}.")
-
-
-SUPPLIED = {
-    "model.policy": {"loaded"},
-    "data": {"tokenizer", "iterations", "seed"},
-    "warmup": {"loaded", "datamodule", "seed"},
-    "module": {"policy", "engine", "reward", "iterations", "seed"},
-}
-"""Arguments that ``train`` hands over itself; in a config they would be overwritten, so they are refused there."""
-
-
-NOT_HANDED_OVER = {"trainer": {"ray"}}
-"""Keys of a block that are no arguments of its target."""
-
-
-def _arguments(key: str, node: Mapping[str, Any]) -> Iterator[Problem]:
-    path = node["_target_"]
-    try:
-        target = locate(path)
-    except LookupError as error:
-        yield Problem(f"{key}._target_", path, str(error))
-        return
-    if not callable(target):
-        yield Problem(f"{key}._target_", path, "a class or a function")
-        return
-    parameters = parameters_of(target)
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    named = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    supplied = SUPPLIED.get(key, set())
-    configurable = [n for n in named if n not in supplied]
-    apart = NOT_HANDED_OVER.get(key, set())
-    given = [n for n in node if not (n.startswith("_") and n.endswith("_")) and n not in apart]
-    for name in given:
-        if name in configurable or (takes_any and name not in supplied):
-            continue
-        near = get_close_matches(name, configurable, n=1)
-        guess = f"did you mean {near[0]}? " if near else ""
-        yield Problem(f"{key}.{name}", node[name], f"{guess}{path} takes: {', '.join(configurable) or 'nothing'}")
-    if node.get("_partial_") or "_args_" in node:
-        return
-    for name in configurable:
-        parameter = parameters[name]
-        if parameter.default is parameter.empty and name not in given and not _is_reward_function(key, target):
-            yield Problem(f"{key}.{name}", "missing", f"{path} needs it")
-
-
-def _is_reward_function(key: str, target: Any) -> bool:
-    """A plain function as a reward: its one free argument is the batch, which it gets when it is called."""
-    return key.startswith("reward.") and inspect.isfunction(target)
-
-
 # --- values ----------------------------------------------------------------------------------------------------------
-
-
-MIXIN_SETTINGS: dict[str, type] = {"alp": ALPSettings, "rollout_correction": RolloutCorrectionSettings}
-"""Blocks of ``module`` that belong to a mixin; null or absent switches it off."""
 
 
 def module_settings(config: Mapping[str, Any]) -> Iterator[Problem]:
     """Unknown keys and values out of range in the blocks of ``module``."""
-    kinds: dict[str, type] = {f.name: type(getattr(PPOSettings(), f.name)) for f in fields(PPOSettings)}
-    for name, kind in (kinds | MIXIN_SETTINGS).items():
+    yield from _settings(config, {f.name: type(getattr(PPOSettings(), f.name)) for f in fields(PPOSettings)})
+
+
+def mixin_settings(config: Mapping[str, Any]) -> Iterator[Problem]:
+    """The same in the blocks of the mixins."""
+    yield from _settings(config, {name: locate(place) for name, place in MIXIN_SETTINGS.items()})
+
+
+def _settings(config: Mapping[str, Any], classes: Mapping[str, type]) -> Iterator[Problem]:
+    for name, kind in classes.items():
         block = f"module.{name}"
         given = get(config, block)
         if not isinstance(given, (Mapping, type(None))):
@@ -256,14 +155,18 @@ def trainer_options(config: Mapping[str, Any]) -> Iterator[Problem]:
     """What cannot work in the block of the Trainer, and fused operators of a device that is not there."""
     for error in wrong_trainer_options(get(config, "trainer") or {}):
         yield Problem(error.key, error.value, error.allowed)
-    if get(config, "model.policy.npu_fused") and not is_installed():
-        yield Problem("model.policy.npu_fused", True, "false without the package torch-npu, whose operators these are")
+    if get(config, "model.policy.npu_fused"):
+        from lightning_rlhf.models.npu_fused import is_installed
+
+        if not is_installed():
+            allowed = "false without the package torch-npu, whose operators these are"
+            yield Problem("model.policy.npu_fused", True, allowed)
 
 
 def numbers(config: Mapping[str, Any]) -> Iterator[Problem]:
     """Whole numbers that everything else is computed from."""
     positive = ["iterations", "data.prompts_per_iteration", "rollout.samples", "rollout.max_new_tokens"]
-    optional = ["evaluate_every", "threads", "data.max_prompt_tokens"]
+    optional = ["evaluate_every", "threads", "progress_every", "data.max_prompt_tokens"]
     for key in positive + optional:
         value = get(config, key, default=None if key in optional else MISSING)
         if value is MISSING or (value is None and key in optional):
@@ -323,16 +226,18 @@ def combinations(config: Mapping[str, Any]) -> Iterator[Problem]:
             )
     critic, reference = get(config, "model.policy.critic"), get(config, "model.policy.reference")
     if advantage.estimator == "gae" and critic == "none":
-        yield Problem("module.advantage.estimator", "gae", "needs a critic: model.policy.critic=shared or separate")
+        yield Problem(
+            "module.advantage.estimator", "gae", "set model.policy.critic=shared or separate: gae needs a critic"
+        )
     if advantage.estimator != "gae" and critic in ("shared", "separate"):
-        estimator = advantage.estimator
-        yield Problem("model.policy.critic", critic, f"none: the estimator {estimator} has no use for a critic")
+        allowed = f"set model.policy.critic=none: the estimator {advantage.estimator} has no use for a critic"
+        yield Problem("model.policy.critic", critic, allowed)
     if advantage.estimator in ("grpo", "rloo") and batch.samples < 2:
         needs = f"at least 2: {advantage.estimator} compares the answers to one prompt"
         yield Problem("rollout.samples", batch.samples, needs)
     if advantage.bootstrap_truncated and advantage.estimator != "gae":
         yield Problem("module.advantage.bootstrap_truncated", True, "false, or the estimator gae with its critic")
-    unified = get(config, "module.alp") is not None and get(config, "module.alp.ratio", ALPSettings.ratio) == "unified"
+    unified = get(config, "module.alp") is not None and get(config, "module.alp.ratio", "unified") == "unified"
     weights = get(config, "module.rollout_correction.rollout_is")
     if unified and weights is not None:
         yield Problem(
@@ -404,14 +309,3 @@ def warnings(config: Mapping[str, Any]) -> Iterator[str]:
     folder = f"{get(config, 'output_dir')}/checkpoints"
     if get(config, "trainer.ray.max_failures", 0) and get(config, "callbacks.checkpoint.dirpath") != folder:
         yield f"no checkpoints in {folder}: after a failure Ray starts the run from its beginning"
-
-
-def _package(file: Any, group: str) -> str:
-    """Where a shipped file's keys land in the configuration."""
-    first = file.read_text(encoding="utf-8").partition("\n")[0]
-    return first.removeprefix("# @package ") if first.startswith("# @package ") else group
-
-
-def _yaml(file: Any) -> dict[str, Any]:
-    """A shipped file as it is written, interpolations unresolved."""
-    return OmegaConf.to_container(OmegaConf.create(file.read_text(encoding="utf-8")))  # type: ignore[return-value]

@@ -159,8 +159,10 @@ def compute_advantages(
         per_sequence = kl.masked_fill(~mask, 0.0).sum(-1)
         metrics.mean("kl/ref", kl, valid)
         metrics.mean("kl/ref_sequence", per_sequence, rows)
-        metrics.mean("kl/reward_penalty", -penalty * per_sequence, rows)
-        metrics.mean("reward/total_with_kl", experience.require("scores") - beta * per_sequence, rows)
+        # Where the reference has no mass the KL is infinite, and 0 times it is not a number.
+        taken, weighed = (c * per_sequence if c else torch.zeros_like(per_sequence) for c in (penalty, beta))
+        metrics.mean("kl/reward_penalty", -taken, rows)
+        metrics.mean("reward/total_with_kl", experience.require("scores") - weighed, rows)
     rewards = token_rewards(experience.rewards, mask, kl, penalty)
     if experience.reward_override is not None:
         replaced = mask & ~experience.reward_override.isnan()

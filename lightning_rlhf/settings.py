@@ -8,9 +8,9 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Any, TypeVar, get_args
 
-from lightning_rlhf.functional.kl import KLEstimator
-from lightning_rlhf.functional.losses import Aggregation, RatioLevel
+from lightning_rlhf.functional.choices import Aggregation, KLEstimator, RatioLevel
 from lightning_rlhf.functional.schedules import Schedule
+from lightning_rlhf.kinds import wrong_kind
 
 _Settings = TypeVar("_Settings")
 
@@ -244,6 +244,10 @@ def build(kind: type[_Settings], block: str, values: Mapping[str, Any] | _Settin
     missing = [n for n, f in known.items() if f.default is MISSING and f.default_factory is MISSING and n not in values]
     if missing:
         raise SettingError(block, dict(values), f"missing: {', '.join(missing)}")
+    for name, value in values.items():
+        allowed = wrong_kind(value, str(known[name].type))
+        if allowed:
+            raise SettingError(f"{block}.{name}", value, allowed)
     try:
         return kind(**values)
     except SettingError as error:

@@ -79,30 +79,77 @@ FOREIGN_KEYS = {
     "sft_model_path": "model.source.path",
     "model_name_or_path": "model.source.path",
     "reward_model_path": "reward=reward_model",
+    "batch_size": "data.prompts_per_iteration",
+    "max_steps": "iterations",
+    # Lightning, and what is typed from memory
+    "max_epochs": "iterations",
+    "gpus": "trainer.devices",
+    "trainer.gpus": "trainer.devices",
+    "checkpoint": "resume",
+    "ckpt_path": "resume",
+    "model.path": "model.source.path",
+    "lora": "model=hf_lora",
+    "rollout.n": "rollout.samples",
+    "n": "rollout.samples",
 }
-"""Keys of veRL's and TRL's configurations, and where the same thing is set here."""
+"""Keys of other trainers' configurations, and where the same thing is set here."""
 
 
 def nearest(key: str, known: Iterable[str], most: int = 3) -> list[str]:
-    """Up to ``most`` of the ``known`` dotted keys that ``key`` may stand for, best first.
+    """Up to ``most`` of the ``known`` dotted keys, and blocks of them, that ``key`` may stand for, best first.
 
-    Keys that end in exactly the same word win (the path was wrong), then the same place with a word spelt alike,
-    then whole paths that look alike.
+    The part that is wrong decides: a path that is right but for the spelling of its parts; then keys elsewhere that
+    end in exactly the same word; then a last word that is spelt alike, at the same place or elsewhere. Never ``key``
+    itself.
     """
-    known = list(known)
-    parent, _, leaf = key.rpartition(".")
+    known = [candidate for candidate in known if candidate != key]
+    walked = respelt(key, known)
+    if walked:
+        return [walked]
+    leaf = key.rpartition(".")[2]
     same_word = [candidate for candidate in known if candidate.rpartition(".")[2] == leaf]
     if same_word:
         return get_close_matches(key, same_word, n=most, cutoff=0.0)
-    siblings = {c.rpartition(".")[2]: c for c in known if c.rpartition(".")[0] == parent}
-    alike = [siblings[word] for word in get_close_matches(leaf, siblings, n=1)]
-    return alike or get_close_matches(key, known, n=1)
+    words = {candidate.rpartition(".")[2] for candidate in known}
+    alike = get_close_matches(leaf, words, n=1, cutoff=0.75)
+    found = [candidate for candidate in known if alike and candidate.rpartition(".")[2] == alike[0]]
+    return get_close_matches(key, found, n=most, cutoff=0.0) or get_close_matches(key, known, n=1, cutoff=0.75)
+
+
+def respelt(key: str, known: Iterable[str]) -> str | None:
+    """``key`` with each part replaced by the nearest one at its place; ``None`` where a part is like nothing there."""
+    known, path = list(known), []
+    for part in key.split("."):
+        start = "".join(f"{name}." for name in path)
+        here = dict.fromkeys(c.removeprefix(start).partition(".")[0] for c in known if c.startswith(start))
+        near = [part] if part in here else get_close_matches(part, here, n=1) or _begun(part, here)
+        if not near:
+            return None
+        path.append(near[0])
+    found = ".".join(path)
+    return found if found != key else None
+
+
+def _begun(part: str, names: Iterable[str]) -> list[str]:
+    """The one name that begins with ``part``, as ``coef`` does for ``coefficient``."""
+    found = [name for name in names if len(part) > 2 and name.startswith(part)]
+    return found if len(found) == 1 else []
+
+
+def parts_of(block: str, known: Iterable[str]) -> list[str]:
+    """Names inside a block of the ``known`` dotted keys; none where it is no block."""
+    start = f"{block}."
+    return list(dict.fromkeys(c.removeprefix(start).partition(".")[0] for c in known if c.startswith(start)))
 
 
 def hint(key: str, known: Iterable[str]) -> str:
     """One sentence that leads from a wrong key to the right one; empty where nothing is near."""
-    foreign = FOREIGN_KEYS.get(key)
-    if foreign:
+    foreign = FOREIGN_KEYS.get(key) or FOREIGN_KEYS.get(key.rpartition(".")[2])
+    if foreign and foreign != key and not respelt(key, known := list(known)):
         return f"here it is called {foreign}"
+    known = list(known)
     near = nearest(key, known)
-    return f"did you mean {' or '.join(near)}?" if near else ""
+    if not near:
+        return ""
+    inside = parts_of(near[0], known) if len(near) == 1 else []
+    return f"did you mean {' or '.join(near)}?" + (f" It is a block of {', '.join(inside)}" if inside else "")

@@ -16,6 +16,7 @@ from lightning_rlhf.assembly import Parts, assemble, building, find_checkpoint, 
 from lightning_rlhf.checkpoint import latest_valid
 from lightning_rlhf.recompose import Composition
 from lightning_rlhf.reporting import log_config, tell
+from lightning_rlhf.reporting.terminal import run_log, say
 from lightning_rlhf.resume import Resumption, planned, planned_from, read_settings, value_in
 
 
@@ -103,6 +104,11 @@ def run(plain: dict[str, Any]) -> dict[str, float]:
     Raises:
         InputError: a part cannot be built as configured.
     """
+    with run_log(plain["output_dir"], first=launch.is_first()):
+        return _run(plain)
+
+
+def _run(plain: dict[str, Any]) -> dict[str, float]:
     plain, replaced = precision.fit(plain)
     if launch.is_first():
         introduce(plain, replaced)
@@ -119,19 +125,19 @@ def run(plain: dict[str, Any]) -> dict[str, float]:
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         after = held_out(trainer, parts)
         if trainer.is_global_zero:
-            print("\n".join(closing_lines(parts, trainer, before, after)), flush=True)
+            say("\n".join(closing_lines(parts, trainer, before, after)))
         return metrics | after
 
 
 def introduce(config: dict[str, Any], replaced: Sequence[precision.Replaced] = ()) -> None:
     """What a user should know before the work starts."""
     for text in [*replaced, *schema.warnings(config)]:
-        print(f"note: {text}")
+        say(f"note: {text}")
     if config.get("warmup"):
-        print(warmup.announcement(config["warmup"]))
+        say(warmup.announcement(config["warmup"]))
     batch = schema.arithmetic(config)
     if batch is not None:  # an engine or data module of one's own may name its sizes otherwise
-        print(batch, flush=True)
+        say(str(batch))
 
 
 def held_out(trainer: Trainer, parts: Parts) -> dict[str, float]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lightning_rlhf.accelerators.npu import check_options
 from lightning_rlhf.ray_settings import workers_of, wrong_options
 from lightning_rlhf.settings import SettingError
 
@@ -51,6 +50,8 @@ def wrong_trainer_options(trainer: Mapping[str, Any]) -> Iterator[SettingError]:
     yield from _processes(trainer)
     yield from wrong_options(trainer)
     if trainer.get("accelerator") == "npu":
+        from lightning_rlhf.accelerators.npu import check_options
+
         try:
             check_options(trainer)
         except SettingError as error:

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from lightning_rlhf.module import ActorCriticModule
 
 BROKEN_NORMS = "nonfinite gradient norms"
-"""Of one minibatch, over all ranks; reduced with its metrics and not one of them."""
+ACCEPTED_TOKENS = "accepted tokens"
+"""Of one minibatch, over all ranks; reduced with its metrics and not among them."""
 
 
 class UpdateLoop:
@@ -86,9 +87,10 @@ class UpdateLoop:
             epochs_used=len(epochs),
             steps=steps,
             steps_skipped=len(finished) - steps,
-            kl_old=last.kl_old if last else 0.0,
-            kl_ref=last.kl_ref if last else 0.0,
-            clip_fraction=last.clip_fraction if last else 0.0,
+            kl_old=last.kl_old if last else math.nan,
+            kl_ref=last.kl_ref if last else math.nan,
+            clip_fraction=last.clip_fraction if last else math.nan,
+            entropy=last.entropy if last else math.nan,
         )
         control.freeze()  # what callbacks set now acts in the next iteration
         emit(module, "on_update_end", stats)
@@ -124,7 +126,9 @@ class UpdateLoop:
                 self._copies["minibatch"] = Snapshot.of("minibatch", self.optimizer)
             step = 1.0 / (self.settings.epochs * len(plan))
             self.module.set_learning_rates(control.iteration - 1 + (epoch * len(plan) + index) * step, step)
-            done.append(self._minibatch(minibatch, lengths, epoch, index))
+            stats = self._minibatch(minibatch, lengths, epoch, index)
+            if stats.tokens:
+                done.append(stats)
             self._obey_rollback()
             self._copies.pop("minibatch", None)
             if control.wants("stop_epochs"):
@@ -134,6 +138,11 @@ class UpdateLoop:
     def _minibatch(
         self, minibatch: MiniBatch, lengths: list[tuple[int, int]], epoch: int, index: int
     ) -> MinibatchStats:
+        """One step, or what stands in its way.
+
+        Where rejection follows the moving policy, all tokens of the minibatch may turn out to be rejected: then there
+        is nothing to learn, and no step, as weight decay, momentum and terms of other losses would move the weights.
+        """
         module, control, optimizer = self.module, self.module.control, self.optimizer
         emit(module, "on_minibatch_start", minibatch)
         batch = self._gradients(minibatch, lengths)
@@ -145,7 +154,12 @@ class UpdateLoop:
         # Counted apart: the largest over ranks need not be NaN where one rank's norm is.
         batch.sum(BROKEN_NORMS, torch.stack([~norm.isfinite() for norm in norms.values()]))
         numbers = batch.compute()
-        stats = _minibatch_stats(module, numbers, epoch, index, minibatch.tokens)
+        stats = _minibatch_stats(module, numbers, epoch, index)
+        if not stats.tokens:
+            control.counts["empty_minibatches"] += 1
+            optimizer.zero_grad(set_to_none=True)
+            emit(module, "on_minibatch_end", stats)
+            return stats
         with control.allow("skip_step"):
             emit(module, "on_before_step", stats)
         if not stats.finite:
@@ -223,9 +237,10 @@ class UpdateLoop:
         if scaler is not None and scale > 1:
             # A float16 overflow is how the scaler finds its scale; it never sees a step that is not taken.
             scaler.update(scale * scaler.get_backoff_factor())
+        value = "" if self.module.critic is None else f", value loss {stats.value_loss:g}"
         rank_zero_warn(
             f"iteration {stats.iteration}, epoch {stats.epoch}, minibatch {stats.minibatch}: step skipped, loss or "
-            f"gradient is not finite (policy loss {stats.policy_loss:g}, value loss {stats.value_loss:g}, "
+            f"gradient is not finite (policy loss {stats.policy_loss:g}{value}, "
             f"gradient norms {stats.grad_norms})"
         )
 
@@ -345,28 +360,32 @@ def loss_scale(module: ActorCriticModule) -> float:
     return float(scaler.get_scale()) if scaler is not None else 1.0
 
 
-def _minibatch_stats(
-    module: ActorCriticModule, numbers: dict[str, float], epoch: int, index: int, tokens: float
-) -> MinibatchStats:
+def _minibatch_stats(module: ActorCriticModule, numbers: dict[str, float], epoch: int, index: int) -> MinibatchStats:
+    """What callbacks are told; takes the two counts that are no metrics out of the numbers."""
+    broken, tokens = numbers.pop(BROKEN_NORMS), numbers.pop(ACCEPTED_TOKENS)
     norms = {k.removeprefix("grad_norm/"): v for k, v in numbers.items() if k.startswith("grad_norm/")}
-    broken = numbers.pop(BROKEN_NORMS)
-    policy_loss, value_loss = numbers["ppo/policy_loss"], numbers.get("ppo/value_loss", 0.0)
+    losses = [numbers[name] for name in ("ppo/policy_loss", "ppo/value_loss") if name in numbers]
     limits = {group["name"]: group["clip_norm"] for group in module.optimizers().param_groups}  # type: ignore[union-attr]
+
+    def measured(name: str) -> float:
+        return numbers.get(name, math.nan) if tokens else math.nan
+
     return MinibatchStats(
         iteration=module.control.iteration,
         update=module.control.update,
         epoch=epoch,
         minibatch=index,
         tokens=tokens,
-        policy_loss=policy_loss,
-        value_loss=value_loss,
-        kl_old=numbers["kl/old"],
-        kl_ref=numbers.get("kl/ref_update", 0.0),
-        clip_fraction=numbers["ppo/clip_fraction"],
-        ratio_max=numbers["ppo/ratio_max"],
+        policy_loss=measured("ppo/policy_loss"),
+        value_loss=measured("ppo/value_loss"),
+        kl_old=measured("kl/old"),
+        kl_ref=measured("kl/ref_update"),
+        clip_fraction=measured("ppo/clip_fraction"),
+        ratio_max=measured("ppo/ratio_max"),
+        entropy=measured("entropy/update"),
         grad_norms=norms,
         clipped={name: limits[name] is not None and norm > limits[name] for name, norm in norms.items()},
-        finite=not broken and all(math.isfinite(value) for value in (policy_loss, value_loss, *norms.values())),
+        finite=not broken and all(math.isfinite(value) for value in (*losses, *norms.values())),
     )
 
 
@@ -384,4 +403,5 @@ def _epoch_stats(minibatches: list[MinibatchStats]) -> EpochStats:
         kl_ref=mean("kl_ref"),
         clip_fraction=mean("clip_fraction"),
         ratio_max=max(stats.ratio_max for stats in minibatches),
+        entropy=mean("entropy"),
     )

@@ -13,8 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from lightning_rlhf import __version__, cli
+from lightning_rlhf.help import help_text
+from lightning_rlhf.models import build_tiny
+from lightning_rlhf.rewards import RewardError
+from lightning_rlhf.shipped import groups, shipped_keys
 
 TINY_MODEL = ["model.source.hidden_size=32", "model.source.layers=1", "model.source.heads=2"]
 
@@ -48,14 +53,47 @@ def one_screen(text: str) -> bool:
 # --- help and verbs --------------------------------------------------------------------------------------------------
 
 
-def test_help_names_verbs_examples_and_groups(capsys):
-    for arguments in ([], ["--help"], ["-h"], ["help"], ["train", "--help"], ["eval", "-h"]):
+def test_help_of_the_command_names_the_verbs(capsys):
+    for arguments in ([], ["--help"], ["-h"], ["help"]):
         assert cli.main(arguments) == 0
         text = capsys.readouterr().out
-        for word in ("train", "eval", "export", "--multirun", "--cfg job", "experiment=smollm2_arithmetic"):
+        for word in ("train", "eval", "export", "serve", "--help", "--version", "HYDRA_FULL_ERROR"):
             assert word in text
+
+
+def test_help_of_train_is_about_train(capsys):
+    for arguments in (["train", "--help"], ["train", "-h"], ["help", "train"], ["train", "seed=1", "--help"]):
+        assert cli.main(arguments) == 0
+        text = capsys.readouterr().out
         assert re.search(r"^  model +hf, hf_lora, smollm2, tiny$", text, re.MULTILINE)
         assert re.search(r"^  callbacks .*kl_early_stop", text, re.MULTILINE)
+        examples = text.partition("examples\n")[2].partition("\n\n")[0].splitlines()
+        assert len(examples) == 5 and all(line.startswith("  lightning-rlhf train ") for line in examples)
+        assert "checkpoint=" not in text and "--multirun" in text and "--cfg job" in text
+
+
+def test_keys_named_in_the_help_of_train_exist():
+    text = help_text("train").partition("keys that are changed most\n")[2].partition("flags of Hydra")[0]
+    names = [word for word in re.findall(r"(?<![+\w.])([\w.]+)=", text) if not word.startswith("--")]
+    assert len(names) > 20
+    assert [name for name in names if name not in {*shipped_keys(), *groups()}] == []
+
+
+@pytest.mark.parametrize("verb", ["eval", "export", "serve"])
+def test_help_of_the_other_verbs_is_about_them(verb, capsys):
+    assert cli.main([verb, "--help"]) == 0
+    text = capsys.readouterr().out
+    lines = [line for line in text.splitlines() if "lightning-rlhf" in line]
+    assert len(lines) >= 3 and all(f"lightning-rlhf {verb} " in line for line in lines)
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_help_of_serve_names_every_option(capsys):
+    from lightning_rlhf.serve import DEFAULTS
+
+    assert cli.main(["serve", "-h"]) == 0
+    text = capsys.readouterr().out
+    assert [name for name in DEFAULTS if f"{name}=" not in text] == []
 
 
 def test_help_imports_nothing_heavy():
@@ -76,7 +114,10 @@ def test_version(capsys):
 
 def test_unknown_verb(capsys):
     assert cli.main(["trian"]) == 2
-    assert "no verb 'trian'; there are: train, eval, export, serve" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "no verb 'trian'; did you mean train? There are: train, eval, export, serve" in said
+    assert cli.main(["iterations=3", "seed=2"]) == 2
+    assert "lightning-rlhf train iterations=3 seed=2" in capsys.readouterr().err
 
 
 def test_cfg_job_prints_and_starts_nothing(elsewhere, capsys):
@@ -88,16 +129,66 @@ def test_cfg_job_prints_and_starts_nothing(elsewhere, capsys):
 # --- bad input -------------------------------------------------------------------------------------------------------
 
 OVERRIDES = {
+    # keys: the part that is wrong decides
     "misspelt key": (["module.loss.clip_hihg=0.3"], "did you mean module.loss.clip_high?"),
     "misspelt block": (["modul.loss.clip_high=0.3"], "did you mean module.loss.clip_high?"),
+    "misspelt block as a key": (["modul.kl=1"], "did you mean module.kl? It is a block of coefficient, estimator"),
+    "beginning of a key": (["module.kl.coef=1"], "did you mean module.kl.coefficient?"),
+    "beginning of a key of a callback": (["callbacks.checkpoint.every=1"], "callbacks.checkpoint.every_n_iterations?"),
     "key without its path": (["clip_low=0.3"], "did you mean module.loss.clip_low?"),
+    "key that several blocks have": (["module.lr=1"], "module.actor.lr or module.critic.lr"),
+    "misspelt callback": (["callbacks.early_stop.target=1"], "did you mean callbacks.kl_early_stop.target?"),
+    "misspelt group": (["modle=hf"], "did you mean model=hf?"),
+    "misspelt group placed elsewhere": (["rollout_corection=token_tis"], "did you mean rollout_correction=token_tis?"),
+    "key to take out": (["~callbacks.kl_early_stp"], "did you mean callbacks.kl_early_stop?"),
+    # keys of others
     "key of veRL": (["algorithm.gamma=0.9"], "here it is called module.advantage.gamma"),
     "key of TRL": (["learning_rate=1e-5"], "here it is called module.actor.lr"),
+    "key of TRL in our block": (["module.actor.learning_rate=1"], "here it is called module.actor.lr"),
+    "option of the Trainer": (["trainer.max_epochs=3"], "write iterations=3\n"),
+    "option of the Trainer that callbacks decide": (["trainer.gradient_clip_val=1"], "module.actor.clip_norm"),
+    "block of veRL": (
+        ["algorithm.rollout_correction.rollout_is=token"],
+        "+algorithm.rollout_correction.rollout_is=tok",
+    ),
+    "first block of veRL": (["algorithm.rollout_is=true"], "module.rollout_correction.rollout_is=token"),
+    # keys of options that are not selected
+    "callback that is not selected": (
+        ["callbacks.kl_guard.target=0.3"],
+        "callbacks=[default,kl_guard] callbacks.kl_guard.target=0.3",
+    ),
+    "misspelt callback that is not selected": (["callbacks.kl_gard.target=1"], "callbacks.kl_guard.target belongs to"),
+    "key of another data": (["data.train.path=x"], "data=jsonl data.train.path=x"),
+    "key without its group": (
+        ["module.rollout_correction.rollout_is_threshold=3"],
+        "rollout_correction=monitor module.rollout_correction.rollout_is_threshold=3",
+    ),
+    "key of LoRA": (["model.policy.lora.r=8"], "model=hf_lora model.policy.lora.r=8"),
+    # groups
     "unknown option": (["model=tinny"], "there is no model=tinny; did you mean tiny?"),
-    "unknown experiment": (["experiment=quikstart"], "did you mean quickstart?"),
-    "no value": (["seed"], "seed"),
+    "unknown option in a list": (["callbacks=[default,kl_gaurd]"], "did you mean kl_guard?"),
+    "unknown experiment": (["experiment=smolm2"], "did you mean smollm2_arithmetic?"),
+    "file as an option": (["data=rows.jsonl"], "data=jsonl data.train.path=rows.jsonl"),
+    "model as an option": (["model=org/name"], "model=hf model.source.path=org/name"),
+    "group without a value": (["callbacks=null"], "callbacks=none"),
+    # how it is written
+    "no value": (["seed"], "key=value"),
+    "blanks": (["iterations", "=", "3"], "without blanks"),
+    "dashes": (["--iterations", "3"], "did you mean iterations?"),
+    "flag that is none": (["--multi", "seed=1,2"], "did you mean --multirun?"),
+    "several values": (["seed=1,2"], "--multirun seed=1,2"),
     "unparsable": (["+x=["], "+x=["),
     "unknown folder of configs": (["--config-dir", "nowhere"], "nowhere"),
+    # values
+    "no number": (["iterations=x"], "iterations = 'x'\n    a whole number >= 1"),
+    "null": (["module.loss.clip_high=null"], "module.loss.clip_high = null\n    a finite number"),
+    "text for a switch": (["module.advantage.whiten=yes"], "module.advantage.whiten = 'yes'\n    true or false"),
+    "number of a part that is none": (["rollout.temperature=hot"], "rollout.temperature = 'hot'\n    a finite number"),
+    "critic without use": (
+        ["module.advantage.estimator=grpo", "rollout.samples=2"],
+        "set model.policy.critic=none",
+    ),
+    "unset value": (["data=jsonl"], "data.train.path = '???'\n    it has to be set: data.train.path=..."),
 }
 
 
@@ -108,6 +199,51 @@ def test_bad_override(elsewhere, capsys, overrides, words):
     assert words in error
     assert one_screen(error), error
     assert "HYDRA_FULL_ERROR" not in os.environ
+    typed = [word.partition("=")[0] for word in overrides]
+    guess = re.search(r"did you mean (\S+?)\?", error)
+    assert guess is None or guess[1] not in [word for word in typed if not word.startswith("-")]
+
+
+QUOTED = ["resume=out/lr=0.1", "model.source.eos_token=<|im_end|>", 'run_name=a"b=c', "run_name=x: (y, z"]
+
+
+@pytest.mark.parametrize("word", QUOTED)
+def test_the_quoting_that_is_shown_works(elsewhere, capsys, word):
+    assert cli.main(["train", word]) == 2
+    error = capsys.readouterr().err
+    assert "LexerNoViableAlt" not in error and one_screen(error)
+    shown = error.strip().splitlines()[-1].strip()
+    key, _, value = word.partition("=")
+    known = [] if key != "model.source.eos_token" else ["+model.source.eos_token=x"]
+    typed = subprocess.run(["bash", "-c", f"printf %s {shown}"], capture_output=True, text=True, check=True).stdout
+    assert cli.main(["train", *known, "--cfg", "job", typed]) == 0
+    assert OmegaConf.select(OmegaConf.create(capsys.readouterr().out), key) == value
+
+
+REFUSED_AT_ONCE = [
+    ["modul.kl=1"],
+    ["callbacks=stabilty"],
+    ["iterations=x"],
+    ["module.loss.clip_low=-0.2"],
+    ["+callbacks.kl_early_stop.tarket=1"],
+    ["rollout.temperature=hot"],
+    ["+trainer.max_epochs=3"],
+    ["rollout_correction=monitor", "+module.rollout_correction.rollout_iss=token"],
+    ["module.update.minibatch_size=100000"],
+    ["resume=out/lr=0.1"],
+]
+
+
+def test_wrong_keys_and_values_are_refused_before_anything_heavy_is_imported(elsewhere):
+    code = (
+        "import json, sys; from lightning_rlhf import cli; "
+        f"codes = [cli.main(['train', *words]) for words in json.loads({json.dumps(json.dumps(REFUSED_AT_ONCE))})]; "
+        "print(codes, sorted({'torch', 'lightning', 'transformers', 'mlflow', 'numpy'} & set(sys.modules)))"
+    )
+    root = Path(cli.__file__).parents[1]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert result.stdout.strip().splitlines()[-1] == f"{[2] * len(REFUSED_AT_ONCE)} []", result.stderr
 
 
 def lines(*rows: object) -> str:
@@ -127,6 +263,26 @@ INPUTS = {
         lines(GOOD, GOOD),
         [*FROM_FILE, "data.max_prompt_tokens=2"],
         ["all 2 prompts are longer than data.max_prompt_tokens = 2"],
+    ),
+    "row that the model has no room for": (
+        lines(GOOD, {"prompt": "1+" * 76, "answer": "2"}, GOOD),
+        [*FROM_FILE, "data.max_prompt_tokens=512", "model.source.max_positions=128", "rollout.max_new_tokens=64"],
+        [
+            "data.train: 1 of 3 prompts and rollout.max_new_tokens = 64",
+            "128 tokens (the positions of the model)",
+            "rows.jsonl:2 (152 tokens)",
+            "data.max_prompt_tokens=64 leaves such prompts out",
+        ],
+    ),
+    "row without a limit that no micro-batch holds": (
+        lines(GOOD, {"prompt": "1+" * 76, "answer": "2"}),
+        [*FROM_FILE, "data.max_prompt_tokens=null", "module.update.micro_batch_tokens=150"],
+        ["150 tokens (module.update.micro_batch_tokens): ", "rows.jsonl:2 (152 tokens)"],
+    ),
+    "held-out row that the model has no room for": (
+        lines({"prompt": "1+" * 76, "answer": "2"}),
+        ["data.validation=rows.jsonl", "data.max_prompt_tokens=null"],
+        ["data.validation: 1 of 1 prompts", "64 tokens (the positions of the model)", "rows.jsonl:1 (152 tokens)"],
     ),
     "micro-batch larger than minibatch": (
         None,
@@ -171,8 +327,30 @@ def test_full_traceback_on_request(run_tiny, capsys, monkeypatch):
 
 def test_a_failure_in_training_is_no_bad_input(elsewhere, run_tiny):
     (elsewhere / "broken_reward.py").write_text("def reward(batch):\n    return [1 / 0]\n", encoding="utf-8")
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(RewardError, match=r"reward term 'broken': ZeroDivisionError: .*ArithmeticTask.*response"):
         run_tiny("+reward.terms.broken.reward._target_=broken_reward.reward")
+
+
+def test_data_is_read_and_judged_before_weights_are_loaded(elsewhere, run_tiny, capsys, monkeypatch):
+    model = build_tiny("0123456789+=", hidden_size=32, layers=1, heads=2)
+    model.lm.save_pretrained("model")
+    model.tokenizer.save_pretrained("model")
+    (elsewhere / "model" / "model.safetensors").write_bytes(b"no weights")
+    arguments = [
+        "model=hf",
+        "model.source.path=./model",
+        *FROM_FILE,
+        "module.actor.lr=1e-4",
+        "model.policy.critic=separate",
+    ]
+    monkeypatch.setattr(sys.modules[__name__], "TINY_MODEL", [])
+    for rows, words in ((lines(GOOD, "{"), "rows.jsonl:2: not valid JSON"), (lines({"prompt": "1"}), "no answer")):
+        (elsewhere / "rows.jsonl").write_text(rows, encoding="utf-8")
+        assert run_tiny(*arguments) == 2
+        assert words in capsys.readouterr().err
+    (elsewhere / "rows.jsonl").write_text(lines(GOOD), encoding="utf-8")
+    assert run_tiny(*arguments) == 2
+    assert "model path = './model' cannot be loaded" in capsys.readouterr().err
 
 
 def test_model_path_that_leads_nowhere(elsewhere, capsys):
@@ -261,7 +439,9 @@ def test_eval_refuses_keys_that_the_run_does_not_have(elsewhere, run_tiny, capsy
     assert cli.main(["eval", "checkpoint=run", "data.validation.sise=3"]) == 2
     assert "did you mean data.validation.size?" in capsys.readouterr().err
     assert cli.main(["eval", "checkpoint=run", "data=jsonl"]) == 2
-    assert "data is a block" in capsys.readouterr().err
+    assert "data.train.path" in capsys.readouterr().err
+    assert cli.main(["eval", "checkpoint=run", "reward=exact_match"]) == 0
+    assert "eval/characters" not in capsys.readouterr().out, "that was a term of the former option"
 
 
 def test_resume_continues_where_the_checkpoint_ends(elsewhere, run_tiny, capsys):

@@ -133,6 +133,10 @@ def what_it_needs(group: str, option: str, tmp_path: Path) -> list[str]:
     if group == "data" and option == "arithmetic_chat":
         letters = ArithmeticTask(style="chat", operations="+-").vocabulary
         return [f"model.source.vocabulary='{letters}'", "model.source.max_positions=128"]
+    if (group, option) == ("logger", "tensorboard"):
+        pytest.importorskip("tensorboard")
+    if (group, option) == ("logger", "wandb"):
+        pytest.importorskip("wandb")
     if group == "trainer" and option.startswith("npu") and not npu.is_available():
         pytest.skip("no Ascend NPU; accelerators/ runs trainer=npu on a pretend one, and shows that it is refused here")
     if group == "rollout" and option == "vllm":

@@ -192,9 +192,17 @@ def test_a_batch_that_is_rejected_as_a_whole_changes_nothing() -> None:
             states.append((weights(module), moments))
 
     module = tiny_module(cls=RejectAll, iterations=2, actor={"lr": 1e-3, "weight_decay": 0.1})
-    trainer = fit(module, [Keep()])
+    recorder = Recorder()
+    trainer = fit(module, [Keep(), recorder])
     assert same(states[0][0], states[1][0]) and same(states[0][1], states[1][1])
     assert trainer.callback_metrics["stability/empty_minibatches"] == 4
+    # Nothing measured is not 0: metrics of tokens in the loss are absent, fields of stats objects are NaN.
+    groups = ("kl/ref", "kl/old", "kl/reward", "ppo/clip", "ppo/ratio", "ppo/policy", "advantage/", "value/", "return/")
+    assert not [name for name in trainer.callback_metrics if name.startswith(groups)]
+    assert {"reward/mean", "entropy/mean", "tokens/rejected_fraction"} <= trainer.callback_metrics.keys()
+    (_, seen), last = recorder.of("on_experience_ready")[1], recorder.of("on_update_end")[1]
+    assert math.isnan(seen.kl_ref) and math.isnan(seen.advantage_abs_mean) and seen.score_mean >= 0
+    assert all(math.isnan(value) for value in (last.kl_old, last.kl_ref, last.clip_fraction, last.entropy))
     assert all(math.isfinite(value) for value in trainer.callback_metrics.values())
 
 

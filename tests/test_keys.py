@@ -106,7 +106,7 @@ RUN: dict[str, Change | str] = {
     "model.source.dtype": "bfloat16",
     "model.lr.actor": "0.02",
     "model.lr.critic": "0.02",
-    "model.policy.critic": "shared",
+    "model.policy.critic": "separate",
     "model.policy.reference": ("none", ["module.kl.coefficient=0"]),
     "model.policy.lora": "{r: 2}",
     "model.policy.activation_checkpointing": "true",
@@ -184,16 +184,18 @@ BUILT: dict[str, Change | str] = {
     "callbacks.checkpoint.keep": "5",
     "callbacks.checkpoint.monitor": "eval/reward_mean",
     "callbacks.checkpoint.mode": "min",
-    "logger.run_dir": "elsewhere",
-    "logger.experiment_name": "other",
-    "logger.run_name": "mine",
-    "logger.tracking_uri": "http://127.0.0.1:9",
-    "logger.store_dir": "elsewhere",
-    "logger.resume_from": "earlier",
-    "logger.run_id": "0123456789abcdef0123456789abcdef",
-    "logger.tags": "{a: b}",
-    "logger.flush_timeout": "1",
-    "logger.retry_seconds": "1",
+    "logger.mlflow.run_dir": "elsewhere",
+    "logger.mlflow.experiment_name": "other",
+    "logger.mlflow.run_name": "mine",
+    "logger.mlflow.tracking_uri": "http://127.0.0.1:9",
+    "logger.mlflow.store_dir": "elsewhere",
+    "logger.mlflow.resume_from": "earlier",
+    "logger.mlflow.branch_from": "parent",
+    "logger.mlflow.branch_iteration": ("6", ["logger.mlflow.branch_from=parent"]),
+    "logger.mlflow.run_id": "0123456789abcdef0123456789abcdef",
+    "logger.mlflow.tags": "{a: b}",
+    "logger.mlflow.flush_timeout": "1",
+    "logger.mlflow.retry_seconds": "1",
     "trainer.precision": "bf16-mixed",
     "trainer.enable_progress_bar": "false",
     "trainer.enable_model_summary": "true",
@@ -201,7 +203,7 @@ BUILT: dict[str, Change | str] = {
 
 SEEN_OTHERWISE = {
     *("output_dir", "run_name", "warmup.cache_dir", "trainer.deterministic"),
-    "resume",  # test_cli.py: a resumed run
+    *("resume", "branch"),  # test_resume_command.py: a run that goes on, a branch of it
     "rollout.max_staleness",  # rollout/test_ahead.py: a stale rollout is drawn again
     "model.policy.npu_fused",  # accelerators/test_npu_fused.py: layers are exchanged
     "trainer.accelerator",  # test_cli.py: an unknown one is refused
@@ -295,7 +297,7 @@ def run(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("key", BUILT)
 def test_what_is_built_changes(compose, tmp_path, fresh_store, key):
     block = key.rpartition(".")[0]
-    if block == "logger":
+    if block == "logger.mlflow":
         (tmp_path / "mlflow").mkdir()
         shutil.copy(fresh_store, tmp_path / "mlflow")
     seen = []
@@ -318,7 +320,7 @@ def visible(thing: Any) -> str:
 
 def test_output_folder_run_name_and_cache_folder(compose, tmp_path):
     config = schema.check(compose("run_name=mine", f"warmup.cache_dir={tmp_path}/cache", *BASE[1:]))
-    assert config["logger"]["run_name"] == "mine"
+    assert config["logger"]["mlflow"]["run_name"] == "mine"
     assert make_trainer(config | {"logger": None}).default_root_dir == str(tmp_path)
     assemble(config)
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".safetensors"]

@@ -121,7 +121,7 @@ BAD = {
     "negative seed": (["seed=-1"], "seed", "a whole number from 0"),
     "no threads": (["threads=0"], "threads", "a whole number >= 1, or null"),
     "learning rate of an unknown part": (["+model.lr.reference=1"], "model.lr.reference", "nothing reads this key"),
-    "gae without critic": (["model.policy.critic=none"], "module.advantage.estimator", "needs a critic"),
+    "gae without critic": (["model.policy.critic=none"], "module.advantage.estimator", "gae needs a critic"),
     "grpo with a critic": (
         ["module.advantage.estimator=grpo", "rollout.samples=4"],
         "model.policy.critic",
@@ -209,7 +209,7 @@ def test_keys_named_in_the_hints_exist(compose):
     blocks = {key.rpartition(".")[0] for key in known}
     for foreign, ours in FOREIGN_KEYS.items():
         for key in ours.split("=")[0].split(" and "):
-            assert key in known | blocks | {"reward"}, f"{foreign} -> {key}"
+            assert key in known | blocks | {"reward", "model"}, f"{foreign} -> {key}"
     for text in REFUSED_TRAINER_OPTIONS.values():
         for word in text.replace(",", " ").replace(":", " ").replace("=null", " ").split():
             if "." in word:

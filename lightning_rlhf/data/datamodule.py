@@ -12,7 +12,7 @@ from lightning import LightningDataModule, Trainer
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.data.prompts import EncodedPrompts, Prompt, PromptEncoder, collate, numbered
-from lightning_rlhf.data.sources import SOURCE_KEY, DataError, open_source, read_rows
+from lightning_rlhf.data.sources import SOURCE_KEY, DataError, listed, open_source, read_rows
 from lightning_rlhf.experience import PromptBatch
 
 log = logging.getLogger(__name__)
@@ -103,16 +103,20 @@ class PromptLoader:
 
 
 class ValidationLoader:
-    """Fixed prompts in fixed order; rank ``r`` of ``world`` takes every ``world``-th prompt from the ``r``-th on."""
+    """Fixed prompts in fixed order; rank ``r`` of ``world`` takes every ``world``-th prompt from the ``r``-th on.
+
+    All ranks have equally many batches; of one that has too few prompts for it the last one is empty.
+    """
 
     def __init__(self, prompts: Sequence[Prompt], batch: int, rank: int = 0, world: int = 1) -> None:
         self.prompts, self.batch = prompts[rank::world], batch
+        self._most = -(-len(prompts) // world)
 
     def __len__(self) -> int:
-        return -(-len(self.prompts) // self.batch)
+        return -(-self._most // self.batch)
 
     def __iter__(self) -> Iterator[PromptBatch]:
-        for start in range(0, len(self.prompts), self.batch):
+        for start in range(0, self._most, self.batch):
             part = self.prompts[start : start + self.batch]
             yield collate(part, [0] * len(part))
 
@@ -236,7 +240,7 @@ class PromptDataModule(LightningDataModule):
                 len(encoded.too_long) + len(encoded.prompts),
                 self._encoder.max_tokens,
                 encoded.longest,
-                _listed([prompt.row[SOURCE_KEY] for prompt in encoded.too_long]),
+                listed([prompt.row[SOURCE_KEY] for prompt in encoded.too_long]),
             )
         return encoded
 
@@ -354,7 +358,7 @@ def _warn_about_duplicates(train: Sequence[Prompt], held_out: Sequence[Prompt]) 
             "data.train: %d of %d rows repeat a prompt; each copy gets samples of its own: %s",
             len(repeats),
             len(train),
-            _listed([f"{prompt.row[SOURCE_KEY]} repeats {first[prompt.key].row[SOURCE_KEY]}" for prompt in repeats]),
+            listed([f"{prompt.row[SOURCE_KEY]} repeats {first[prompt.key].row[SOURCE_KEY]}" for prompt in repeats]),
         )
     seen = [prompt for prompt in held_out if prompt.key in first]
     if seen:
@@ -362,14 +366,8 @@ def _warn_about_duplicates(train: Sequence[Prompt], held_out: Sequence[Prompt]) 
             "data.validation: %d of %d prompts are in the training data as well: %s",
             len(seen),
             len(held_out),
-            _listed([f"{prompt.row[SOURCE_KEY]} is {first[prompt.key].row[SOURCE_KEY]}" for prompt in seen]),
+            listed([f"{prompt.row[SOURCE_KEY]} is {first[prompt.key].row[SOURCE_KEY]}" for prompt in seen]),
         )
-
-
-def _listed(items: Sequence[str], most: int = 5) -> str:
-    """The first of the items, and how many there are beside them."""
-    more = f" and {len(items) - most} more" if len(items) > most else ""
-    return ", ".join(items[:most]) + more
 
 
 def _check_positive(name: str, value: int | None, *, optional: bool = False) -> None:

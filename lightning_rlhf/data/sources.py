@@ -175,6 +175,12 @@ def read_rows(source: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
         yield {SOURCE_KEY: place, **row}
 
 
+def listed(items: Sequence[str], most: int = 5) -> str:
+    """The first of the items, and how many there are beside them."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(items[:most]) + more
+
+
 def resolve_path(path: str | Path) -> Path:
     """Absolute form of a path: ``~`` and environment variables expanded, relative to where the command was typed."""
     base = Path(get_original_cwd()) if HydraConfig.initialized() else Path.cwd()

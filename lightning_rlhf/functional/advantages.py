@@ -2,6 +2,7 @@
 
 Advantages and returns are targets: nothing here carries a gradient. Masked tokens may hold anything and get 0.
 Whitening is left to :func:`lightning_rlhf.functional.stats.whiten`, over the tokens that enter the loss.
+Supported are float32 and float64; what adds up along a row refuses float16 and bfloat16.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_rlhf.functional.stats import require_same_shape, select_valid
+from lightning_rlhf.functional.stats import Moments, require_float32, require_same_shape, select_valid
 
 GROUP_STD_EPS = 1e-6
 
@@ -29,6 +30,7 @@ def token_rewards(scores: Tensor, mask: Tensor, kl: Tensor | None = None, kl_coe
     """
     mask = mask.bool()
     require_same_shape(scores=scores, rows=mask.any(-1))
+    require_float32(scores=scores, kl=kl)
     # One valid token still to come, itself included: the last one, and a hole just before it, where the mask is false.
     last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
     rewards = select_valid(scores.unsqueeze(-1), last)
@@ -60,6 +62,7 @@ def gae(
         Advantages (not whitened) and returns ``A + V``, both ``[B, R]``.
     """
     require_same_shape(rewards=rewards, values=values, mask=mask)
+    require_float32(rewards=rewards, values=values, bootstrap=bootstrap)
     mask = mask.bool()
     rewards, values = select_valid(rewards, mask), select_valid(values, mask)
     after_last = values.new_zeros(values.shape[0]) if bootstrap is None else bootstrap
@@ -87,6 +90,7 @@ def rewards_to_go(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
         ``[B, R]``.
     """
     require_same_shape(rewards=rewards, mask=mask)
+    require_float32(rewards=rewards)
     rewards = select_valid(rewards, mask)
     return select_valid(_backward_recursion(rewards, torch.full_like(rewards, gamma)), mask)
 
@@ -102,13 +106,15 @@ def grpo_advantages(scores: Tensor, group: Tensor, mask: Tensor, *, normalise_st
         normalise_std: divide by the unbiased standard deviation (+ 1e-6); false is Dr. GRPO (Liu et al. 2025).
 
     Returns:
-        ``[B, R]``: one number per row on its valid tokens; 0 in a group of one.
+        ``[B, R]``: one number per row on its valid tokens; 0 in a group of one, and where the scores of a group are
+        equal up to rounding, which dividing would bring to the size of a signal.
     """
-    centred, size, members = _centre(scores, group, mask)
+    centred, mean, size, members = _centre(scores, group, mask)
     if normalise_std:
         squares = _group_sum(centred.square(), members, len(size))
-        std = (squares / (size - 1).clamp(min=1)).sqrt()
-        centred = centred / (std + GROUP_STD_EPS)[members]
+        found = Moments(mean, squares / (size - 1).clamp(min=1), size)
+        scale = torch.where(found.flat(scores.dtype), 0.0, 1.0 / (found.std + GROUP_STD_EPS))
+        centred = centred * scale[members]
     return _spread(centred, scores, mask)
 
 
@@ -118,7 +124,7 @@ def rloo_advantages(scores: Tensor, group: Tensor, mask: Tensor) -> Tensor:
 
     Arguments and result as in :func:`grpo_advantages`.
     """
-    centred, size, members = _centre(scores, group, mask)
+    centred, _, size, members = _centre(scores, group, mask)
     # s - (sum - s) / (n - 1) = (s - mean) * n / (n - 1)
     return _spread(centred * (size / (size - 1).clamp(min=1))[members], scores, mask)
 
@@ -163,15 +169,15 @@ def _backward_recursion(terms: Tensor, decay: Tensor) -> Tensor:
     return torch.stack(columns[::-1], dim=1) if columns else terms
 
 
-def _centre(scores: Tensor, group: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores minus group mean ``[B]`` (0 for rows that take no part), group sizes ``[G]``, group index of each row."""
+def _centre(scores: Tensor, group: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Scores minus group mean ``[B]`` (0 for rows that take no part), means and sizes ``[G]``, each row's group."""
     require_same_shape(scores=scores, group=group, rows=mask.any(-1))
     rows = mask.bool().any(-1)
     unique, members = group.unique(return_inverse=True)
     size = _group_sum(rows.double(), members, len(unique))
     valid = select_valid(scores.double(), rows)
     mean = _group_sum(valid, members, len(unique)) / size.clamp(min=1)
-    return select_valid(valid - mean[members], rows), size, members
+    return select_valid(valid - mean[members], rows), mean, size, members
 
 
 def _group_sum(x: Tensor, members: Tensor, groups: int) -> Tensor:

@@ -181,7 +181,9 @@ def normalised_weights(weights: Tensor, keep: Tensor, plan: Plan) -> tuple[Tenso
     if plan.level == "token":
         values, counted = weights, keep
     else:
-        values, counted = weights.amax(-1), keep.any(-1)  # one weight a row, 0 at padding
+        # One weight a row, 0 at padding; amax knows no maximum of no columns.
+        values = weights.amax(-1) if weights.shape[-1] else weights.new_zeros(len(weights))
+        counted = keep.any(-1)
     sums = torch.stack([select_valid(values, counted).sum(dtype=torch.float64), counted.sum(dtype=torch.float64)])
     total, count = all_reduce_sum(sums).unbind()
     factor = torch.where(total == 0, 1.0, total / count.clamp(min=1))

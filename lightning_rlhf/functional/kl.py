@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from lightning_rlhf.functional.stats import require_same_shape, select_valid
-
-KLEstimator = Literal["k1", "k2", "k3", "abs"]
+from lightning_rlhf.functional.choices import KLEstimator
+from lightning_rlhf.functional.stats import require_float32, require_same_shape, select_valid
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +- this before ``exp``: e^20 is 4.9e8, beyond any ratio that means something."""
@@ -36,10 +35,12 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLEstimator, *, ma
             padding may hold NaN and a gradient is taken.
 
     Raises:
-        ValueError: an unknown estimator, shapes that differ, or a gradient of k1 asked for: that is the gradient of
-            the log-probability alone, zero on average and ignorant of the reference, so k1 is no loss term.
+        ValueError: an unknown estimator, shapes that differ, float16 or bfloat16 (float32 and float64 are allowed), or
+            a gradient of k1 asked for: that is the gradient of the log-probability alone, zero on average and ignorant
+            of the reference, so k1 is no loss term.
     """
     require_same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
+    require_float32(logprobs=logprobs, ref_logprobs=ref_logprobs)
     if kind not in get_args(KLEstimator):
         raise ValueError(f"KL estimator {kind!r} is not allowed: one of {', '.join(get_args(KLEstimator))}")
     log_ratio = ref_logprobs - logprobs

@@ -2,20 +2,20 @@
 
 Masked tokens are selected away **before** ``exp`` and products, so that NaN or infinity in padding reaches neither the
 value nor the gradient. Where everything is masked the loss is 0 and still connected to the graph, with gradient 0.
+Supported are float32 and float64; float16 and bfloat16 are refused, but for importance weights, which may be stored so.
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+import math
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from lightning_rlhf.functional.choices import Aggregation, RatioLevel
 from lightning_rlhf.functional.kl import MAX_LOG_RATIO
-from lightning_rlhf.functional.stats import require_same_shape, select_valid
-
-Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-RatioLevel = Literal["token", "sequence"]
+from lightning_rlhf.functional.stats import require_float32, require_same_shape, select_valid
 
 
 class PolicyLoss(NamedTuple):
@@ -27,12 +27,15 @@ class PolicyLoss(NamedTuple):
         clipped: ``[B, R]`` bool, valid tokens where the clip is **active**: the clipped term is the larger loss and the
             gradient is 0. A ratio outside the band whose clip does not bind is not counted.
         clipped_lower: ``[B, R]`` bool, valid tokens where the dual clip is active.
+        accepted: ``[B, R]`` bool, the tokens that the loss was taken over where rejection follows the moving policy;
+            ``None`` for all valid ones. Whatever else is learned from the micro-batch, and its metrics, keep to them.
     """
 
     loss: Tensor
     ratio: Tensor
     clipped: Tensor
     clipped_lower: Tensor
+    accepted: Tensor | None = None
 
 
 class ValueLoss(NamedTuple):
@@ -65,27 +68,29 @@ def aggregate(
         mask: ``[B, R]``, true on valid tokens.
         mode: as above.
         tokens: valid tokens of the whole minibatch on all ranks. With the denominators given, the results of
-            micro-batches and ranks add up to that of the whole minibatch. Default: those of ``mask``.
+            micro-batches and ranks add up to that of the whole minibatch. Default: those of ``mask``. A number > 0; 0
+            only where nothing is valid.
         sequences: sequences with a valid token, likewise.
-        horizon: length limit of a response, a constant; default R, which depends on how the batch was padded.
+        horizon: length limit of a response, a constant > 0; default R, which depends on how the batch was padded.
 
     Raises:
-        ValueError: an unknown mode, or shapes that differ.
+        ValueError: an unknown mode, shapes that differ, half precision, or a denominator that is none.
     """
     require_same_shape(loss=loss, mask=mask)
+    require_float32(loss=loss)
     if mode not in get_args(Aggregation):
         raise ValueError(f"loss aggregation {mode!r} is not allowed: one of {', '.join(get_args(Aggregation))}")
     mask = mask.bool()
     valid = select_valid(loss, mask)
     if mode == "token-mean":
-        return valid.sum() / _at_least_one(mask.sum() if tokens is None else tokens)
+        return valid.sum() / _denominator("tokens", tokens, mask, mask.sum())
     length = mask.sum(-1)
     rows = valid.sum(-1)
     if mode == "seq-mean-token-mean":
         rows = rows / length.clamp(min=1)
-    total = rows.sum() / _at_least_one((length > 0).sum() if sequences is None else sequences)
+    total = rows.sum() / _denominator("sequences", sequences, mask, (length > 0).sum())
     if mode == "seq-mean-token-sum-norm":
-        total = total / _at_least_one(loss.shape[1] if horizon is None else horizon)
+        total = total / _denominator("horizon", horizon, mask, mask.new_tensor(loss.shape[1], dtype=torch.long))
     return total
 
 
@@ -120,9 +125,10 @@ def ppo_policy_loss(
         mode, tokens, sequences, horizon: see :func:`aggregate`.
 
     Raises:
-        ValueError: shapes that differ, or a setting out of range.
+        ValueError: shapes that differ, half precision, or a setting out of range.
     """
     require_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
+    require_float32(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     _check_clip(clip_low, clip_high, dual_clip)
     log_ratio = _log_ratio(logprobs, old_logprobs.detach(), mask, ratio_level)
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
@@ -164,14 +170,16 @@ def reinforce_policy_loss(
         mode, tokens, sequences, horizon: see :func:`aggregate`.
 
     Raises:
-        ValueError: shapes that differ.
+        ValueError: shapes that differ, or half precision.
     """
     require_same_shape(logprobs=logprobs, rollout_logprobs=rollout_logprobs, advantages=advantages, mask=mask)
+    require_float32(logprobs=logprobs, rollout_logprobs=rollout_logprobs, advantages=advantages)
     gain = select_valid(advantages.detach(), mask)
     if weights is not None:
         require_same_shape(weights=weights, mask=mask)
         gain = gain * select_valid(weights.detach(), mask)
-    loss = -gain * select_valid(logprobs, mask)
+    # A token without a gain teaches nothing, whatever its probability: 0 times -inf would be NaN.
+    loss = -gain * select_valid(logprobs, mask.bool() & (gain != 0))
     scalar = aggregate(loss, mask, mode, tokens=tokens, sequences=sequences, horizon=horizon)
     log_ratio = select_valid(logprobs.detach() - rollout_logprobs.detach(), mask)
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
@@ -202,9 +210,10 @@ def value_loss(
         mode, tokens, sequences, horizon: see :func:`aggregate`.
 
     Raises:
-        ValueError: shapes that differ, or ``clip`` is not above 0.
+        ValueError: shapes that differ, half precision, or ``clip`` is not above 0.
     """
     require_same_shape(values=values, old_values=old_values, returns=returns, mask=mask)
+    require_float32(values=values, old_values=old_values, returns=returns)
     values, target = select_valid(values, mask), select_valid(returns.detach(), mask)
     loss = (values - target).square()
     clipped = torch.zeros_like(mask, dtype=torch.bool)
@@ -226,8 +235,9 @@ def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: Rati
         return log_ratio
     if level == "sequence":
         mean = log_ratio.sum(-1, keepdim=True) / mask.bool().sum(-1, keepdim=True).clamp(min=1)
-        # The row's value with each token's own gradient; the two equal terms cancel exactly.
-        return select_valid(mean.detach() + (log_ratio - log_ratio.detach()), mask)
+        # The row's value with each token's own gradient; the two equal terms cancel exactly, infinities would not.
+        own = select_valid(log_ratio, log_ratio.isfinite())
+        return select_valid(mean.detach() + (own - own.detach()), mask)
     raise ValueError(f"ratio level {level!r} is not allowed: one of {', '.join(get_args(RatioLevel))}")
 
 
@@ -240,6 +250,12 @@ def _check_clip(low: float, high: float, dual: float | None) -> None:
         raise ValueError(f"dual_clip = {dual} is not allowed: a number > 1, or None")
 
 
-def _at_least_one(count: float | Tensor) -> float | Tensor:
-    """A denominator that is safe where nothing is valid: the numerator is 0 there."""
-    return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1.0)
+def _denominator(name: str, given: float | Tensor | None, mask: Tensor, counted: Tensor) -> float | Tensor:
+    """What was given, or else counted, as it is; 1 in place of 0 where nothing is valid and the numerator is 0."""
+    if given is None:
+        return counted.clamp(min=1)
+    number = float(given)
+    if not (math.isfinite(number) and number >= 0) or (number == 0 and bool(mask.any())):
+        allowed = "a finite number > 0, or 0 where no token is valid"
+        raise ValueError(f"denominator {name} = {number:g} is not allowed: {allowed}")
+    return given if number else 1.0

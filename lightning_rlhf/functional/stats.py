@@ -79,6 +79,17 @@ def require_same_shape(**tensors: Tensor) -> None:
         raise ValueError(f"shapes differ: {shapes}; allowed is one common shape")
 
 
+def require_float32(**tensors: Tensor | None) -> None:
+    """Refuse float16 and bfloat16, whose range (e^20 overflows) or digits do not carry these formulas.
+
+    Raises:
+        ValueError: naming the argument, its dtype and what is allowed.
+    """
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.dtype in (torch.float16, torch.bfloat16):
+            raise ValueError(f"{name} is {tensor.dtype}: float32 and float64 are allowed, convert it with .float()")
+
+
 def select_valid(x: Tensor, mask: Tensor) -> Tensor:
     """``x`` where ``mask`` is true and 0 elsewhere; no value and no gradient passes at masked elements."""
     return torch.where(mask.bool(), x, 0.0)
@@ -135,7 +146,7 @@ def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-
     """Valid elements to mean 0 and variance 1 over all ranks, as veRL and TRL do (unbiased variance).
 
     Args:
-        x: any shape, float32 or float64.
+        x: any shape, any floating dtype; worked out in float64 and rounded to its dtype at the end.
         mask: of the same shape; true on valid elements.
         shift_mean: false keeps the mean and changes the spread alone.
         eps: added to the variance.

@@ -15,8 +15,9 @@ class MetricBatch:
 
     Calling a method again under the same name adds to the same metric, so the micro-batches of a minibatch, or
     the minibatches of an epoch, can report one after the other. Means are over valid elements of **all** calls
-    and ranks, a maximum is a maximum over all of them. A metric without a valid element is 0 for means and sums
-    and absent for maxima and minima: padding is never in a denominator.
+    and ranks, a maximum is a maximum over all of them; padding is never in a denominator. Nothing measured is not 0:
+    a mean, deviation, maximum or minimum without a valid element on any rank is absent, on every rank alike. A sum of
+    nothing is 0.
     """
 
     def __init__(self) -> None:
@@ -49,17 +50,16 @@ class MetricBatch:
         self._raise((name, "min"), -values, mask)
 
     def compute(self) -> dict[str, float]:
-        """All metrics by name. Every rank must have called the same methods under the same names."""
+        """The metrics that were measured. Every rank must have called the same methods under the same names."""
         sums, maxima = _transfer(self._sums, self._maxima)
         result: dict[str, float] = dict(self._known)
         for (name, kind), value in sums.items():
             if kind == "sum":
                 result[name] = value
-            elif kind == "total":
-                result[name] = value / max(sums[name, "count"], 1.0)
-            elif kind == "std_total":
-                count = sums[name, "std_count"]
-                spread = sums[name, "std_square"] - value * value / max(count, 1.0)
+            elif kind == "total" and (count := sums[name, "count"]):
+                result[name] = value / count
+            elif kind == "std_total" and (count := sums[name, "std_count"]):
+                spread = sums[name, "std_square"] - value * value / count
                 result[name] = math.sqrt(max(spread, 0.0) / max(count - 1.0, 1.0)) if math.isfinite(spread) else spread
         for (name, kind), value in maxima.items():
             if value != -math.inf:
@@ -72,7 +72,7 @@ class MetricBatch:
     def _raise(self, key: tuple[str, str], values: Tensor, mask: Tensor | None) -> None:
         values = values.detach().double()
         if mask is not None:
-            values = values.masked_fill(~mask, -math.inf)
+            values = values.masked_fill(~mask.bool(), -math.inf)
         top = values.amax() if values.numel() else torch.full((), -math.inf, dtype=torch.float64, device=values.device)
         self._maxima[key] = torch.maximum(self._maxima[key], top) if key in self._maxima else top
 
@@ -81,7 +81,7 @@ def _valid(values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     values = values.detach()
     if mask is None:
         return values, torch.full((), float(values.numel()), dtype=torch.float64, device=values.device)
-    return values.masked_fill(~mask, 0.0), mask.sum(dtype=torch.float64)
+    return values.masked_fill(~mask.bool(), 0.0), mask.bool().sum(dtype=torch.float64)
 
 
 def _transfer(

@@ -13,11 +13,12 @@ Numbers = dict[str, float]
 
 
 def finish(sums: Numbers, maxima: Numbers, correction: Correction, full: bool) -> Numbers:
-    """Metrics (without their prefix) from the sums and maxima of all ranks."""
-    n, rows, valid = (max(sums[name], 1.0) for name in ("n", "rows", "valid"))
-    numbers = _off_policy_numbers(sums, maxima, n, rows)
-    numbers |= {"missing_fraction": sums["missing"] / valid, "accepted_fraction": sums["kept"] / valid}
-    valid_rows = max(sums["valid_rows"], 1.0)
+    """Metrics (without their prefix) from the sums and maxima of all ranks; without an element to measure, absent."""
+    n, rows, valid, valid_rows = (sums[name] for name in ("n", "rows", "valid", "valid_rows"))
+    if not valid:
+        return {}
+    numbers = {"missing_fraction": sums["missing"] / valid, "accepted_fraction": sums["kept"] / valid}
+    numbers |= _off_policy_numbers(sums, maxima, n, rows) if n else {}
     if correction.passed:
         numbers["rollout_rs_masked_fraction"] = sums["rejected"] / valid
         numbers["rollout_rs_seq_masked_fraction"] = sums["rejected_rows"] / valid_rows
@@ -27,11 +28,11 @@ def finish(sums: Numbers, maxima: Numbers, correction: Correction, full: bool) -
     if correction.weights is not None:
         over_tokens = correction.plan.level == "geometric"
         numbers |= _spread_numbers("is", "rollout_is_", sums, maxima, ratio=True, over_tokens=over_tokens)
-        kept = max(sums["kept"], 1.0)
-        numbers["is_used_mean"] = sums["used"] / kept
+        if sums["kept"]:
+            numbers["is_used_mean"] = sums["used"] / sums["kept"]
         if sums["used2"] > 0:
-            numbers["is_used_ess"] = sums["used"] ** 2 / (kept * sums["used2"])
-    if "factor" in maxima:
+            numbers["is_used_ess"] = sums["used"] ** 2 / (sums["kept"] * sums["used2"])
+    if "factor" in maxima and sums["kept"]:
         numbers["rollout_is_batch_norm_factor"] = maxima["factor"]
     rules = correction.plan.rules if full else ()
     for index, rule in enumerate(rules):
@@ -39,7 +40,7 @@ def finish(sums: Numbers, maxima: Numbers, correction: Correction, full: bool) -
         alone = ratio and sum(other.kind == "ratio" for other in rules) == 1
         prefix = "rollout_rs_" if alone else f"rollout_rs_{rule.name}_"
         numbers |= _spread_numbers(key, prefix, sums, maxima, ratio=ratio)
-        if not ratio:
+        if not ratio and n:
             numbers[f"{prefix}masked_fraction"] = sums[f"{key}/rejected"] / n
             numbers[f"{prefix}seq_masked_fraction"] = sums[f"{key}/rejected_rows"] / rows
             if rule.kind != "k1":
@@ -64,15 +65,15 @@ def _off_policy_numbers(sums: Numbers, maxima: Numbers, n: float, rows: float) -
         "ppl_ratio": per_row["exp_d"],
         "chi2_token": mean["excess2"] + 2 * mean["excess"],  # r^2 - 1
         "chi2_seq": per_row["chi2_seq"],
+        "rollout_probs_diff_max": maxima["gap"],
+        "log_ppl_diff_max": maxima["d"],
+        "log_ppl_diff_min": -maxima["-d"],
     }
-    if sums["n"]:
-        numbers |= {"rollout_probs_diff_max": maxima["gap"]}
-        numbers |= {"log_ppl_diff_max": maxima["d"], "log_ppl_diff_min": -maxima["-d"]}
-        var_p, var_q = mean["pp"] - mean["p"] ** 2, mean["qq"] - mean["q"] ** 2
-        # The correlation of probabilities that do not vary does not exist; rounding must not make one up.
-        if min(var_p, var_q) > 1e-12:
-            covariance = mean["pq"] - mean["p"] * mean["q"]
-            numbers["rollout_actor_probs_pearson_corr"] = covariance / math.sqrt(var_p * var_q)
+    var_p, var_q = mean["pp"] - mean["p"] ** 2, mean["qq"] - mean["q"] ** 2
+    # The correlation of probabilities that do not vary does not exist; rounding must not make one up.
+    if min(var_p, var_q) > 1e-12:
+        covariance = mean["pq"] - mean["p"] * mean["q"]
+        numbers["rollout_actor_probs_pearson_corr"] = covariance / math.sqrt(var_p * var_q)
     return numbers
 
 
@@ -85,22 +86,25 @@ def _spread_numbers(
     if not n:
         return {}
     fraction = "ratio_fraction" if ratio else "fraction"
+    # Deviations from 1 (ratios) or 0 were added up: their squares keep the digits of a spread that is small beside 1.
+    off, off2 = part["off"] / n, part["off2"] / n
+    ideal = 1.0 if ratio else 0.0
     high, low, units = ("high_tokens", "low_tokens", n) if over_tokens else ("high", "low", part["units"])
     numbers = {
         "mean": part["total"] / n,
         "max": part["max"],
         "min": -part["-min"],
-        "std": math.sqrt(max(part["inside2"] / n - (part["inside"] / n) ** 2, 0.0)),
+        "std": math.sqrt(max(off2 - off**2, 0.0)) if math.isfinite(off2) else off2,
         f"{fraction}_high": part[high] / units,
         f"{fraction}_low": part[low] / units,
     }
-    if ratio and part["inside2"] > 0:
-        numbers["eff_sample_size"] = part["inside"] ** 2 / (n * part["inside2"])
+    square = off2 + 2 * off * ideal + ideal
+    if ratio and square > 0:
+        numbers["eff_sample_size"] = (off + ideal) ** 2 / square
     if "seq" in part:
-        ideal = 1.0 if ratio else 0.0
         highest, lowest = part["seq_max"], -part["-seq_min"]
         numbers |= {
-            "seq_mean": part["seq"] / rows,
+            "seq_mean": part["seq"] / rows + ideal,
             "seq_std": _std(part["seq"], part["seq2"], rows),
             "seq_max": highest,
             "seq_min": lowest,

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
-from typing import Literal
+from typing import Literal, get_args
 
 from lightning_rlhf.metrics.names_rollout_corr import ROLLOUT_CORR
 
@@ -130,6 +130,8 @@ METRICS: list[Metric] = [
     _m("entropy/mean", "nats/token", "neither", "tokens", "Entropy of the sampling distribution (temperature applied) "
        "at every generated token, before the updates.", verl="actor/entropy",
        trl="policy/entropy_avg (GRPO: entropy)", openrlhf="entropy_loss", sb3="train/entropy_loss (negated)"),
+    _m("entropy/update", "nats/token", "neither", "steps", "The same while the policy is updated: current weights "
+       "(with noise where ALP is on), tokens that the loss is taken over."),
     _m("value/mean", "score", "neither", "tokens", "Predicted value before the updates, valid tokens.",
        verl="critic/values/mean (critic/vpred_mean during updates)", openrlhf="values"),
     _m("value/explained_variance", "1", "up", "once", "1 - Var(returns - values) / Var(returns) over the valid tokens "
@@ -288,7 +290,9 @@ def check(names: Iterable[str]) -> None:
     if unknown:
         raise UnknownMetricError(
             "; ".join(_complaint(name) for name in unknown)
-            + " (declare a metric of your own once, with lightning_rlhf.metrics.names.register)"
+            + ". A metric of your own is declared once, beside the code that logs it: from lightning_rlhf.metrics "
+            f"import Metric, register; register(Metric({unknown[0]!r}, unit='1', better='neither', reduced='once', "
+            "description='...'))"
         )
 
 
@@ -299,16 +303,24 @@ def is_ours(name: str) -> bool:
 
 
 def register(metric: Metric) -> None:
-    """Declare a metric of your own, for instance of a loss term; declaring the same one again is fine.
+    """Declare a metric of your own; declaring the same one again is fine.
+
+    To be called at the top of the file that logs it, of a callback, mixin, loss term or reward: every process that
+    imports the file knows the metric then. ``reduced`` says how the number came about, it reduces nothing.
 
     Raises:
-        ValueError: the name is not one that trackers accept, is taken by another metric, or ``reduced`` is unknown.
+        ValueError: the name is not one that trackers accept, is taken by another metric, or ``better`` or ``reduced``
+            is unknown.
     """
     plain = "".join("x" if part.startswith("<") else part for part in _split(metric.name))
     if not valid(plain):
         raise ValueError(f"metric name {metric.name!r} is not allowed: group/name of letters, digits, _ - . and spaces")
     if metric.reduced not in REDUCTIONS:
         raise ValueError(f"{metric.name}: reduced = {metric.reduced!r} is not allowed: one of {', '.join(REDUCTIONS)}")
+    if metric.better not in get_args(Better):
+        raise ValueError(
+            f"{metric.name}: better = {metric.better!r} is not allowed: one of {', '.join(get_args(Better))}"
+        )
     taken = next((other for other in METRICS if other.name.lower() == metric.name.lower()), None)
     if taken is not None and taken != metric:
         raise ValueError(f"metric name {metric.name!r} is taken by {taken.name}: {taken.description}")
@@ -338,7 +350,8 @@ def metrics_table() -> str:
         "`python -c \"from lightning_rlhf.metrics.names import metrics_table; print(metrics_table(), end='')\"`.",
         "Every metric is logged once per iteration; the step axis is `clock/iteration`, the other clock is the metric",
         "`clock/update`. *Valid tokens* are the generated tokens (the end token included, padding never) that",
-        "rejection left in the loss. A mean without a valid element is 0, a maximum without one is absent.",
+        "rejection left in the loss. What was not measured is not logged: a mean, deviation or extreme without a valid",
+        "element on any rank has no point in its curve at that iteration, on every rank alike.",
         "",
         "| metric | unit | better | reduced over | meaning |",
         "| --- | --- | --- | --- | --- |",

@@ -94,6 +94,11 @@ class ALPMixin(Base):
             state.comparison.add(minibatch, output.logprobs, plain.logprobs)
         return output
 
+    @property
+    def accepts_missing_logprobs(self) -> bool:
+        """Unified: such tokens leave the loss."""
+        return super().accepts_missing_logprobs or self._unified
+
     def prepare_experience(self, experience: Experience) -> MetricBatch | None:
         """Unified: tokens whose engine log-probability is missing leave the loss; weights on top are refused."""
         metrics = super().prepare_experience(experience)
@@ -111,7 +116,7 @@ class ALPMixin(Base):
         return super().policy_loss(minibatch, logprobs)
 
     def extra_losses(self, minibatch: MiniBatch) -> dict[str, Tensor]:
-        """Balance of the experts: each micro-batch's own, weighted by its share of the minibatch's tokens."""
+        """Balance of the experts: each micro-batch's own, weighted by its accepted share of the minibatch's tokens."""
         losses = super().extra_losses(minibatch)
         if self._alp is not None and self.router_perturbation is not None and self._alp.settings.router is not None:
             share = minibatch.require("loss_mask").sum() / max(minibatch.tokens, 1.0)

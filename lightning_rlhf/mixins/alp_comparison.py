@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -10,8 +11,11 @@ from torch import Tensor
 from lightning_rlhf.experience import MiniBatch
 from lightning_rlhf.functional.kl import kl_estimate
 from lightning_rlhf.functional.stats import all_reduce_sum
+from lightning_rlhf.metrics.correction_numbers import quantiles
 
 BINS = 10
+SMALLEST_VARIANCE = 1e-12
+"""Of probabilities; below it is rounding, whose correlation would be made up."""
 
 
 class RatioTails(NamedTuple):
@@ -46,31 +50,33 @@ class PolicyComparison:
     def metrics(self) -> dict[str, float]:
         """KL(plain || perturbed), estimator k3, and both correlations with the engine's probabilities, of all ranks.
 
-        A correlation is absent where one of the two does not vary. Every rank calls this equally often.
+        Absent without a token; a correlation also where one of the two does not vary. Every rank calls this equally
+        often.
         """
         plain, perturbed, rollout = self._tokens()
         kl = kl_estimate(plain, perturbed, "k3").sum()
         p, q, e = plain.exp(), perturbed.exp(), rollout.exp()
         products = [x.sum() for x in (p, q, e, p * p, q * q, e * e, p * e, q * e)]
         n, kl, *sums = all_reduce_sum(torch.stack([plain.new_tensor(plain.numel()), kl, *products])).tolist()
-        numbers = {"alp/kl_perturbed": kl / max(n, 1.0)}
-        p1, q1, e1, p2, q2, e2, pe, qe = sums
+        if not n:
+            return {}
+        numbers = {"alp/kl_perturbed": kl / n}
+        p1, q1, e1, p2, q2, e2, pe, qe = (value / n for value in sums)
         for name, x1, x2, xe in (("plain", p1, p2, pe), ("perturbed", q1, q2, qe)):
-            spread = (n * x2 - x1 * x1) * (n * e2 - e1 * e1)
-            if spread > 0:
-                numbers[f"alp/correlation_{name}"] = (n * xe - x1 * e1) / spread**0.5
+            spreads = x2 - x1 * x1, e2 - e1 * e1
+            if min(spreads) > SMALLEST_VARIANCE:
+                numbers[f"alp/correlation_{name}"] = (xe - x1 * e1) / math.sqrt(spreads[0] * spreads[1])
         return numbers
 
     def tails(self) -> list[RatioTails]:
         """The percentiles by tenths of the engine's probability, of **this rank's** tokens; no empty tenths."""
         plain, perturbed, rollout = self._tokens().cpu()  # many small questions, one transfer
         place = (rollout.exp() * BINS).long().clamp(0, BINS - 1)
-        wanted = plain.new_tensor([0.02, 0.98])
         found = []
         for index in range(BINS):
             here = place == index
             if here.any():
-                pairs = [torch.quantile((x - rollout)[here], wanted).tolist() for x in (plain, perturbed)]
+                pairs = [quantiles((x - rollout)[here], (2, 98)).tolist() for x in (plain, perturbed)]
                 edges = index / BINS, (index + 1) / BINS
                 found.append(RatioTails(*edges, int(here.sum()), tuple(pairs[0]), tuple(pairs[1])))
         return found

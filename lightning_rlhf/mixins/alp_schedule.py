@@ -49,7 +49,7 @@ class NoiseSchedule(Callback):
     def on_minibatch_end(self, trainer: Trainer, module: LightningModule, stats: MinibatchStats) -> None:
         """Adapt to what was seen; a reading that is not finite changes nothing."""
         if self._router is not None:
-            self._router.finish_step()
+            self._router.finish_step(learned=stats.tokens > 0)
         if not stats.stepped:
             return
         for part in (self._perturbation, self._router):

@@ -13,7 +13,6 @@ from torch import Tensor
 from lightning_rlhf.experience import Experience, MiniBatch
 from lightning_rlhf.functional.correction import Correction, Plan, correct
 from lightning_rlhf.functional.losses import PolicyLoss, reinforce_policy_loss
-from lightning_rlhf.functional.stats import select_valid
 from lightning_rlhf.metrics.batch import MetricBatch
 from lightning_rlhf.metrics.correction import CorrectionMetrics
 from lightning_rlhf.metrics.correction_numbers import Numbers
@@ -38,7 +37,8 @@ class RolloutCorrectionMixin(Base):
 
     *Bypass*: the engine's log-probabilities are the old ones and the trainer's are not computed. The ratio current /
     engine contains the correction; rejection follows the policy as it moves and is decided anew for each micro-batch.
-    Rejected tokens add 0 to the loss but stay in the denominators, which are counted before the first backward pass.
+    Rejected tokens leave every loss and metric of the update; the denominators of the minibatch are counted before the
+    first backward pass and keep them. A minibatch without an accepted token is no step.
 
     Args:
         rollout_correction: settings, see :class:`RolloutCorrectionSettings`; ``None`` switches the mixin off.
@@ -63,6 +63,11 @@ class RolloutCorrectionMixin(Base):
         """False in bypass mode: no forward pass is spent on old log-probabilities."""
         bypass = self._correction is not None and self._correction.settings.bypass_mode
         return super().scores_old_policy and not bypass
+
+    @property
+    def accepts_missing_logprobs(self) -> bool:
+        """``missing_logprobs`` says what becomes of them."""
+        return super().accepts_missing_logprobs or self._correction is not None
 
     @property
     def tail_envelope(self) -> list[dict[str, float]]:
@@ -103,18 +108,19 @@ class RolloutCorrectionMixin(Base):
         train, mask = logprobs.detach(), minibatch.require("loss_mask")
         correction = correct(train, minibatch.rollout_logprobs, mask, state.plan)
         state.watch(correction, train, minibatch.rollout_logprobs)
-        # A rejected token without advantage has loss 0 and gradient 0, and stays in the denominators.
-        advantages = select_valid(minibatch.require("advantages"), correction.keep)
+        # Rejected tokens are in no ratio either: that of a sequence is the accepted tokens' mean.
+        minibatch = replace(minibatch, loss_mask=correction.keep)
         if state.settings.loss_type == "ppo_clip":
-            return super().policy_loss(replace(minibatch, advantages=advantages), logprobs)
-        return reinforce_policy_loss(
+            return super().policy_loss(minibatch, logprobs)._replace(accepted=correction.keep)
+        loss = reinforce_policy_loss(
             logprobs,
             minibatch.rollout_logprobs,
-            advantages,
-            mask,
+            minibatch.require("advantages"),
+            correction.keep,
             weights=correction.weights,
             **self._aggregation(minibatch),
         )
+        return loss._replace(accepted=correction.keep)
 
     def update_metrics(self) -> dict[str, float]:
         """In bypass mode, where current / engine is known during the update only."""
@@ -192,7 +198,7 @@ class _State:
 
     def _trigger(self, numbers: Numbers) -> bool:
         limit = self.settings.chi2_trigger
-        return limit is not None and numbers["rollout_corr/chi2_token"] > limit
+        return limit is not None and numbers.get("rollout_corr/chi2_token", 0.0) > limit
 
     def _observe(self, numbers: Numbers) -> None:
         self.limits.observe(

@@ -7,6 +7,7 @@ from lightning_rlhf.models.loading import (
     assert_no_dropout,
     disable_dropout,
     load_pretrained,
+    load_tokenizer,
 )
 from lightning_rlhf.models.policy import Policy, build_policy
 from lightning_rlhf.models.reference import AdapterReference, FrozenReference, fingerprint
@@ -28,4 +29,5 @@ __all__ = [
     "disable_dropout",
     "fingerprint",
     "load_pretrained",
+    "load_tokenizer",
 ]

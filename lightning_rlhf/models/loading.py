@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -43,6 +44,7 @@ def load_pretrained(
     trust_remote_code: bool = False,
     chat_template: str | None = None,
     eos_token: str | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> LoadedModel:
     """Load any Hugging Face causal language model, dropout switched off.
 
@@ -56,28 +58,83 @@ def load_pretrained(
         trust_remote_code: Run modelling code that comes with the checkpoint.
         chat_template: Jinja text, or a file that holds it; replaces the tokenizer's own.
         eos_token: End token, one of the vocabulary; replaces the tokenizer's own.
+        tokenizer: What :func:`load_tokenizer` gave for the same arguments; ``None``: it is loaded here.
 
     Raises:
         ValueError: The path leads nowhere, or tokenizer and model cannot be used together; names key and value.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"model dtype = {dtype!r} is not allowed: one of {', '.join(DTYPES)}")
+    _check_dtype(dtype)
+    if tokenizer is None:
+        tokenizer = load_tokenizer(
+            path,
+            gguf_file=gguf_file,
+            trust_remote_code=trust_remote_code,
+            chat_template=chat_template,
+            eos_token=eos_token,
+        )
     folder, gguf_file = resolve_path(path, gguf_file)
     options: dict[str, Any] = {"dtype": DTYPES[dtype], "trust_remote_code": trust_remote_code}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
     if gguf_file is not None:
         options |= _gguf_options(gguf_file)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf_file, trust_remote_code=trust_remote_code)
+    with _loading(path):
         lm = AutoModelForCausalLM.from_pretrained(folder, **options)
-    except (OSError, ValueError, ImportError) as error:
-        raise ValueError(f"model path = {path!r} cannot be loaded: {error}") from error
     if gguf_file is not None:
         _forget_quantisation(lm)
     disable_dropout(lm)
-    _prepare_tokenizer(tokenizer, lm, path, chat_template, eos_token)
+    if eos_token is not None and lm.generation_config is not None:
+        lm.generation_config.eos_token_id = tokenizer.eos_token_id
+    embedding: Any = lm.get_input_embeddings()
+    tokens, rows = len(tokenizer.get_vocab()), embedding.weight.shape[0]
+    if tokens > rows:
+        raise ValueError(f"the tokenizer of {path!r} has {tokens} tokens, its model only {rows} embeddings")
     return LoadedModel(lm, tokenizer, source=path)
+
+
+def load_tokenizer(
+    path: str,
+    *,
+    gguf_file: str | None = None,
+    dtype: str = "float32",
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    chat_template: str | None = None,
+    eos_token: str | None = None,
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model, without its weights: data can be read with it while nothing large is in memory.
+
+    Args:
+        path: As for :func:`load_pretrained`.
+        gguf_file: As there.
+        dtype: Of the weights; only checked, so that one block of a configuration does for both.
+        attn_implementation: Of the weights.
+        trust_remote_code: As there.
+        chat_template: As there.
+        eos_token: As there.
+
+    Raises:
+        ValueError: The path leads nowhere, or there is no such end token or template; names key and value.
+    """
+    _check_dtype(dtype)
+    folder, gguf_file = resolve_path(path, gguf_file)
+    with _loading(path):
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf_file, trust_remote_code=trust_remote_code)
+    _prepare_tokenizer(tokenizer, path, chat_template, eos_token)
+    return tokenizer
+
+
+@contextmanager
+def _loading(path: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
+        raise ValueError(f"model path = {path!r} cannot be loaded: {error}") from error
+
+
+def _check_dtype(dtype: str) -> None:
+    if dtype not in DTYPES:
+        raise ValueError(f"model dtype = {dtype!r} is not allowed: one of {', '.join(DTYPES)}")
 
 
 def resolve_path(path: str, gguf_file: str | None = None) -> tuple[str, str | None]:
@@ -162,19 +219,13 @@ def _forget_quantisation(lm: Any) -> None:
 
 
 def _prepare_tokenizer(
-    tokenizer: PreTrainedTokenizerBase,
-    lm: PreTrainedModel,
-    path: str,
-    chat_template: str | None,
-    eos_token: str | None,
+    tokenizer: PreTrainedTokenizerBase, path: str, chat_template: str | None, eos_token: str | None
 ) -> None:
-    """Set end token, padding token and chat template; check that tokenizer and model fit."""
+    """Set end token, padding token and chat template."""
     if eos_token is not None:
         if eos_token not in tokenizer.get_vocab():
             raise ValueError(f"model eos_token = {eos_token!r} is not in the vocabulary of {path!r}")
         tokenizer.eos_token = eos_token
-        if lm.generation_config is not None:
-            lm.generation_config.eos_token_id = tokenizer.eos_token_id
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer of {path!r} has no end token: name one of its tokens as model eos_token")
     if tokenizer.pad_token_id is None:
@@ -186,10 +237,6 @@ def _prepare_tokenizer(
             raise ValueError(f"model chat_template = {chat_template!r}: neither Jinja text nor an existing file")
         text = Path(chat_template).expanduser().read_text(encoding="utf-8") if is_file else chat_template
         tokenizer.chat_template = text
-    embedding: Any = lm.get_input_embeddings()
-    tokens, rows = len(tokenizer.get_vocab()), embedding.weight.shape[0]
-    if tokens > rows:
-        raise ValueError(f"the tokenizer of {path!r} has {tokens} tokens, its model only {rows} embeddings")
 
 
 def disable_dropout(lm: nn.Module) -> None:

@@ -85,10 +85,14 @@ class RouterPerturbation(nn.Module):
         return (shares - self.target).square().sum()
 
     @torch.no_grad()
-    def finish_step(self) -> None:
-        """Take the utilisation since the last step into the average; called on every rank."""
+    def finish_step(self, *, learned: bool = True) -> None:
+        """Take the utilisation since the last step into the average; called on every rank.
+
+        Args:
+            learned: false forgets it: the minibatch was rejected as a whole, and leaves no trace.
+        """
         sums, tokens = all_reduce_sum(torch.cat([self._sums.flatten(), self._tokens[None]])).split(self._sums.numel())
-        if tokens > 0:
+        if learned and tokens > 0:
             self.utilisation.lerp_((sums / tokens).view_as(self.utilisation), 1 - MEMORY)
         self._sums.zero_()
         self._tokens.zero_()

@@ -2,12 +2,12 @@
 
 from lightning_rlhf.rewards.base import Reward, RewardBatch, RewardError
 from lightning_rlhf.rewards.composite import CompositeReward, RewardOutput
+from lightning_rlhf.rewards.mathematics import MathExpression
 from lightning_rlhf.rewards.model_based import RewardModel
 from lightning_rlhf.rewards.verifiable import (
     CharacterMatch,
     ExactMatch,
     LengthPenalty,
-    MathExpression,
     NumericMatch,
     RegexMatch,
 )

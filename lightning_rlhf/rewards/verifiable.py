@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import re
-import threading
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any, Literal, get_args
 
 from lightning_rlhf.rewards.base import RewardBatch, RewardError, place
-
-log = logging.getLogger(__name__)
 
 
 class AnswerReward(ABC):
@@ -238,84 +233,6 @@ class NumericMatch(AnswerReward):
         _, found, rest = text.rpartition(self.marker)
         first = _NUMBER.search(rest) if found else None
         return _value(first) if first else None
-
-
-class MathExpression(AnswerReward):
-    r"""1 if the response's expression equals the answer mathematically, else 0 (library math-verify).
-
-    LaTeX (``\boxed{}`` first) and plain expressions are found, parsed and compared: ``1/2``, ``0.5`` and
-    ``\frac{1}{2}`` are equal. What the library cannot read or decide gives 0 and is counted in :attr:`counts`:
-    ``unparsed_responses``, ``unparsed_answers``, ``timeouts``, ``errors``. All but the first are logged as warnings, at
-    the 1st, 2nd, 4th, 8th ... time.
-
-    The library stops endless computations by a signal, which works in a process's main thread only; in another thread
-    they are not stopped, which is logged once.
-
-    Args:
-        answer_field: column of the answer: an expression, with or without dollar signs.
-        timeout: whole seconds that reading or comparing one expression may take.
-
-    Raises:
-        ImportError: the package ``math-verify`` (extra ``math``) is not installed.
-    """
-
-    def __init__(self, answer_field: str = "answer", *, timeout: int = 3) -> None:
-        super().__init__(answer_field)
-        try:
-            import math_verify
-        except ImportError as error:
-            raise ImportError("MathExpression needs math-verify: pip install 'lightning-rlhf[math]'") from error
-        if isinstance(timeout, bool) or not isinstance(timeout, int) or timeout < 1:
-            raise RewardError(f"timeout = {timeout!r} is not allowed: whole seconds >= 1")
-        self._library, self.timeout = math_verify, timeout
-        self.counts: Counter[str] = Counter()
-        """How often something could not be read or decided, by kind."""
-        self._answers: dict[str, list[Any]] = {}
-
-    def score(self, response: str, answer: str) -> float:
-        if answer not in self._answers:
-            # Without dollar signs math-verify would look for a plain number and take the 2 of \{1, 2\}.
-            marked = answer if "$" in answer or "\\boxed" in answer else f"${answer}$"
-            self._answers[answer] = self._parse(marked) or self._parse(answer) or []
-        wanted = self._answers[answer]
-        if not wanted:
-            self._count("unparsed_answers", answer)
-            return 0.0
-        given = self._parse(response)
-        if not given:
-            if given is not None:
-                self.counts["unparsed_responses"] += 1
-            return 0.0
-        verify = self._library.verify
-        equal = self._guarded(response, lambda limit: verify(wanted, given, timeout_seconds=limit, raise_on_error=True))
-        return float(bool(equal))
-
-    def _parse(self, text: str) -> list[Any] | None:
-        """The expressions in a text; ``None`` where reading it failed and was counted."""
-        parse = self._library.parse
-        return self._guarded(text, lambda limit: parse(text, parsing_timeout=limit, raise_on_error=True))
-
-    def _guarded(self, text: str, work: Callable[[int | None], Any]) -> Any:
-        """The outcome of ``work(time limit)``; ``None``, counted, where the library fails or needs too long."""
-        limit: int | None = self.timeout
-        if threading.current_thread() is not threading.main_thread():
-            limit = None
-            if not self.counts["without_time_limit"]:
-                log.warning("MathExpression runs outside the main thread: math-verify cannot limit its time there")
-            self.counts["without_time_limit"] += 1
-        try:
-            return work(limit)
-        except self._library.errors.TimeoutException:
-            self._count("timeouts", text)
-        except Exception as error:  # the parser and SymPy raise all kinds on odd input; each one is counted and shown
-            self._count("errors", text, error)
-        return None
-
-    def _count(self, kind: str, text: str, error: Exception | None = None) -> None:
-        self.counts[kind] += 1
-        count = self.counts[kind]
-        if count & (count - 1) == 0:
-            log.warning("MathExpression: %s: %d so far; the last for %r", kind, count, text[:80], exc_info=error)
 
 
 class LengthPenalty:

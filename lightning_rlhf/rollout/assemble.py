@@ -9,7 +9,6 @@ import torch
 
 from lightning_rlhf.experience import Finish, PromptBatch, Rollout, sample_seed
 from lightning_rlhf.rollout.base import length_mask, pad_left
-from lightning_rlhf.rollout.binding import check_finite
 
 FINISH = {"stop": Finish.NATURAL, "length": Finish.TRUNCATED}
 """vLLM's words, which are also those of the OpenAI interface."""
@@ -21,7 +20,8 @@ class Generated:
 
     Attributes:
         ids: generated tokens, end token included.
-        logprobs: log-probability (nats) of each under the distribution it was sampled from.
+        logprobs: log-probability (nats) of each under the distribution it was sampled from; not finite where the engine
+            could not compute it.
         finish: why it ended, in vLLM's words.
         version: of the weights that sampled it.
     """
@@ -64,8 +64,7 @@ def assemble_rollout(
         pad_id: id on padding.
 
     Raises:
-        RuntimeError: a response is missing, empty, not completed, or lacks log-probabilities.
-        FloatingPointError: a log-probability is not finite.
+        RuntimeError: a response is missing, empty, not completed, or has not one log-probability for each token.
     """
     samples, rest = divmod(len(responses), len(prompts))
     if rest or not samples or len(seeds) != len(responses):
@@ -87,7 +86,6 @@ def assemble_rollout(
     logprobs = torch.zeros(mask.shape)
     logprobs[mask] = torch.tensor([p for r in responses for p in r.logprobs], dtype=torch.float32)
     versions = torch.tensor([r.version for r in responses])
-    check_finite(logprobs, keys, int(versions.max()))
     prompt_ids, prompt_mask = pad_left(prompts.ids, pad_id)
     group = torch.arange(len(prompts)).repeat_interleave(samples)
     return Rollout(

@@ -7,9 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from lightning_rlhf.experience import PromptBatch
+from lightning_rlhf.experience import PromptBatch, Rollout
 from lightning_rlhf.rollout.base import Sampling
 
 if TYPE_CHECKING:
@@ -112,33 +110,32 @@ def check_prompts(prompts: PromptBatch, max_new_tokens: int, positions: int | No
     """
     if len(prompts) == 0:
         raise ValueError("generate() was given no prompt")
-    for key, ids in zip(prompts.keys, prompts.ids, strict=True):
+    for key, ids, row in zip(prompts.keys, prompts.ids, prompts.rows, strict=True):
+        name = f"{key} ({row['_source']})" if "_source" in row else key
         if not ids:
-            raise ValueError(f"prompt {key} has no token")
+            raise ValueError(f"prompt {name} has no token")
         if positions is not None and len(ids) + max_new_tokens > positions:
             raise ValueError(
-                f"rollout.max_new_tokens = {max_new_tokens} is not allowed: with the {len(ids)} tokens of prompt {key} "
-                f"the sequence exceeds the model's {positions} positions"
+                f"rollout.max_new_tokens = {max_new_tokens} and the {len(ids)} tokens of prompt {name} exceed the "
+                f"model's {positions} positions: lower data.max_prompt_tokens or rollout.max_new_tokens"
             )
 
 
-def check_finite(logprobs: Tensor, keys: list[str], version: int) -> None:
-    """Refuse tokens that came from logits that are NaN or infinite, naming the first of them.
-
-    Args:
-        logprobs: ``[B, R]``, finite on padding.
-        keys: of the rows' prompts.
-        version: of the weights that sampled.
+def check_finite(rollout: Rollout) -> None:
+    """Refuse tokens without a log-probability, as they come from logits that are NaN or infinite; names the first.
 
     Raises:
         FloatingPointError: a log-probability is not finite.
     """
-    bad = ~logprobs.isfinite()
+    bad = rollout.response_mask & ~rollout.rollout_logprobs.isfinite()
     if bad.any():
         row, column = bad.nonzero()[0].tolist()
         raise FloatingPointError(
-            f"the model's logits are not finite: response token {column} of prompt {keys[row]} has log-probability "
-            f"{logprobs[row, column].item()} (policy version {version}, {int(bad.any(-1).sum())} of {len(keys)} rows)"
+            f"the logits of the rollout engine are not finite: response token {column} of prompt "
+            f"{rollout.prompt_key[row]} has log-probability {rollout.rollout_logprobs[row, column].item()} (policy "
+            f"version {int(rollout.policy_version[row])}, {int(bad.any(-1).sum())} of {len(rollout)} rows). With a "
+            "rollout correction (rollout_correction=monitor or another) its missing_logprobs decides what becomes of "
+            "such tokens"
         )
 
 

@@ -14,7 +14,7 @@ from lightning_rlhf.lora import whole
 from lightning_rlhf.rollout.ahead import Ahead
 from lightning_rlhf.rollout.assemble import row_seeds
 from lightning_rlhf.rollout.base import Sampling, length_mask, pad_left
-from lightning_rlhf.rollout.binding import Binding, announce, bind, check_finite, check_prompts, stop_ids_setting
+from lightning_rlhf.rollout.binding import Binding, announce, bind, check_prompts, stop_ids_setting
 from lightning_rlhf.rollout.cache import CachedModel
 from lightning_rlhf.rollout.decode import Response, decode, prefill
 from lightning_rlhf.rollout.guard import generation_mode
@@ -126,11 +126,11 @@ class HFEngine:
         """Draw ``samples`` responses to each prompt; see :meth:`RolloutEngine.generate`.
 
         Returns:
-            A rollout on the model's device; R is the length of its longest response.
+            A rollout on the model's device; R is the length of its longest response. From logits that are not finite
+            comes some token, whose log-probability is NaN.
 
         Raises:
             ValueError: no prompt, an empty prompt, or prompt and response exceed the model's positions.
-            FloatingPointError: the model's logits are not finite.
         """
         model, binding = self._require_setup()
         sampling = replace(self.sampling, samples=samples, max_new_tokens=max_new_tokens, greedy=greedy)
@@ -150,7 +150,6 @@ class HFEngine:
                 decode(model, batch, logits, sampling, ends, response.rows(part))
         columns = int(response.lengths.max())
         mask = length_mask(response.lengths, columns)
-        check_finite(response.logprobs[:, :columns].where(mask, 0.0), rows.keys, self.policy_version)
         return Rollout(
             prompt_ids=prompt_ids[group],
             prompt_mask=prompt_mask[group],

@@ -140,7 +140,7 @@ class Server:
             [choice] = answer["choices"]
             labels = {span["version"] for span in choice["weight_versions"] or ()}
             ids, content, finish = choice["token_ids"], choice["logprobs"]["content"], choice["finish_reason"]
-            logprobs = [entry["logprob"] for entry in content]
+            logprobs = [_number(entry["logprob"]) for entry in content]
             scored = [entry["token_id"] for entry in content]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ServerFailed(f"{self.url} sent no readable response ({type(error).__name__}: {error})") from error
@@ -150,7 +150,7 @@ class Server:
             raise ServerFailed(f"{self.url} did not complete a response (finish reason {finish!r})")
         if scored != ids:
             raise ServerFailed(f"{self.url} sent log-probabilities of other tokens than it generated")
-        return Generated(ids, [p if p > NO_LOGPROB else math.nan for p in logprobs], finish, version)
+        return Generated(ids, logprobs, finish, version)
 
     def disconnect(self) -> None:
         """Break off every request in progress; each raises :class:`ServerFailed` where it was made."""
@@ -211,6 +211,17 @@ class Server:
             return json.loads(text or "{}")
         except ValueError as error:
             raise ServerFailed(f"{self.url}{path} sent no JSON: {text[:80]!r}") from error
+
+
+def _number(logprob: Any) -> float:
+    """A log-probability as vLLM sends it; NaN where it stands for one that was not finite.
+
+    Raises:
+        TypeError: it is no number.
+    """
+    if isinstance(logprob, bool) or not isinstance(logprob, (int, float)):
+        raise TypeError(f"the log-probability {logprob!r} is no number")
+    return float(logprob) if logprob > NO_LOGPROB else math.nan
 
 
 class RequestRefused(Exception):

@@ -276,8 +276,7 @@ class VLLMEngine:
 
         Raises:
             ValueError: no prompt, an empty prompt, or prompt and response exceed the model's positions.
-            RuntimeError: weights are half sent, or vLLM did not complete a response.
-            FloatingPointError: the model's logits are not finite.
+            RuntimeError: weights are half sent, or vLLM did not complete a response, or not with log-probabilities.
         """
         llm, binding, _ = self._require_setup()
         if self._half_sent:
@@ -388,5 +387,6 @@ class VLLMEngine:
 def _generated(output: Any, version: int) -> Generated:
     """One completion of vLLM; ``logprobs`` holds a mapping from token to entry at each position."""
     ids = list(output.token_ids)
-    logprobs = [entry[token].logprob for token, entry in zip(ids, output.logprobs, strict=True)]
+    entries = output.logprobs or []  # as many as tokens, or the rollout is refused
+    logprobs = [entry[token].logprob for token, entry in zip(ids, entries, strict=False)]
     return Generated(ids, logprobs, output.finish_reason, version)

@@ -188,7 +188,7 @@ class VLLMServerEngine:
             if not self._label:
                 raise RuntimeError("VLLMServerEngine.update_weights(version) comes before anything is generated")
             self._pool.require(self._make_ready)
-            check_prompts(prompts, max_new_tokens, self._positions(binding))
+            check_prompts(prompts, max_new_tokens, self.positions)
             self._longest = max(map(len, prompts.ids)) + max_new_tokens
             sampling = replace(self.sampling, samples=samples, max_new_tokens=max_new_tokens, greedy=greedy)
             seeds = row_seeds(prompts, samples, seed)
@@ -301,10 +301,11 @@ class VLLMServerEngine:
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
-    def _positions(self, binding: Binding) -> int:
-        """Longest sequence that every server takes."""
+    @property
+    def positions(self) -> int | None:
+        """Longest sequence, prompt and response, that every server takes."""
         lengths = [member.server.facts["max_model_len"] for member in self._pool.ready]
-        return min(lengths if binding.max_positions is None else [binding.max_positions, *lengths])
+        return min([length for length in (self._bound().max_positions, *lengths) if length is not None], default=None)
 
     def _requests(
         self, prompts: PromptBatch, sampling: Sampling, seeds: Sequence[int], binding: Binding

@@ -110,6 +110,8 @@ def test_only_several_tasks_of_slurm_are_processes_started_outside(
     monkeypatch.setenv("SLURM_JOB_NAME", "train")
     assert launch.started_outside() is several
     assert launch.shared_name() == ("slurm-77" if several else None)
+    monkeypatch.setenv("SLURM_STEP_ID", "1")
+    assert launch.shared_name() == ("slurm-77-1" if several else None)
 
 
 @pytest.mark.parametrize("change_folder", ["true", "false"])
@@ -122,7 +124,8 @@ def test_a_process_without_servers_is_no_traceback(folder: Path, monkeypatch: py
     def train(config: object) -> None:
         raise ServersGone("no rollout server is left. http://a:1: refused")
 
-    monkeypatch.setattr("lightning_rlhf.train.train", train)
+    monkeypatch.setattr("lightning_rlhf.train.run", train)
+    monkeypatch.setattr("lightning_rlhf.schema.check", dict)
     monkeypatch.setenv("RANK", "1")
     (folder / "launch.json").write_text("{}", encoding="utf-8")
     assert launch.main(str(folder / "launch.json")) == 1
@@ -171,6 +174,6 @@ def test_two_processes_one_folder_a_death_and_torchrun_goes_on(folder: Path) -> 
         f"resume={run_folder}",
     )
     assert resumed.returncode == 0, resumed.stderr
-    [other] = folder.glob("outputs/torchrun-*")
-    assert {file.name for file in (other / "checkpoints").iterdir()} >= {"iteration_000003.ckpt"}
+    assert not list(folder.glob("outputs/torchrun-*")), "it goes on in its own folder"
+    assert {file.name for file in (run_folder / "checkpoints").iterdir()} >= {"iteration_000003.ckpt"}
     assert resumed.stdout.count("output folder") == 1, "one process speaks"

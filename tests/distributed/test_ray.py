@@ -147,7 +147,8 @@ def test_the_error_names_workers_and_how_to_go_on(tmp_path):
 
 def test_a_start_resumes_what_earlier_starts_wrote_and_nothing_older(tmp_path):
     def configuration() -> dict[str, Any]:
-        return {"output_dir": str(tmp_path), "resume": "elsewhere", "logger": {"resume_from": None}}
+        logger = {"_target_": "lightning_rlhf.reporting.RLMLFlowLogger", "resume_from": None}
+        return {"output_dir": str(tmp_path), "resume": "elsewhere", "logger": {"mlflow": logger}}
 
     old, record = tmp_path / "checkpoints" / "iteration_000009.ckpt", tmp_path / "tracking" / "run.json"
     for path in (old, record):
@@ -162,11 +163,9 @@ def test_a_start_resumes_what_earlier_starts_wrote_and_nothing_older(tmp_path):
     new = old.with_name("iteration_000002.ckpt")
     torch.save({}, new)
     os.utime(record, ns=(1, 1))
-    assert ray_launch._continued(configuration(), before) == {
-        "output_dir": str(tmp_path),
-        "resume": str(new),
-        "logger": {"resume_from": str(tmp_path)},
-    }
+    continued = ray_launch._continued(configuration(), before)
+    assert continued["resume"] == str(new)
+    assert continued["logger"]["mlflow"]["resume_from"] == str(tmp_path)
 
 
 def test_a_folder_that_a_machine_does_not_see_is_refused(tmp_path, monkeypatch):
@@ -220,7 +219,8 @@ TINY = [
 
 def compose_in(folder: Path, *overrides: str) -> Any:
     with hydra.initialize_config_module("lightning_rlhf.conf", version_base="1.3"):
-        return hydra.compose("train", [f"output_dir={folder}", f"logger.store_dir={folder}/mlflow", *TINY, *overrides])
+        places = [f"output_dir={folder}", f"logger.mlflow.store_dir={folder}/mlflow"]
+        return hydra.compose("train", [*places, *TINY, *overrides])
 
 
 def train_with_ddp(rank: int, folder: Path) -> dict[str, float]:

@@ -33,12 +33,13 @@ def test_nan_on_a_valid_element_is_reported() -> None:
     assert all(math.isnan(value) for value in batch.compute().values())
 
 
-def test_nothing_valid_gives_zero_means_and_no_extremes() -> None:
+def test_nothing_measured_is_absent_and_a_sum_of_nothing_is_zero() -> None:
     batch = MetricBatch()
     batch.mean("mean", torch.ones(2), torch.zeros(2, dtype=torch.bool), std="std")
     batch.max("max", torch.ones(2), torch.zeros(2, dtype=torch.bool))
     batch.min("min", torch.ones(0))
-    assert batch.compute() == {"mean": 0.0, "std": 0.0}
+    batch.sum("sum", torch.ones(0))
+    assert batch.compute() == {"sum": 0.0}
     assert MetricBatch().compute() == {}
 
 

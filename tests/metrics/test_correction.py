@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_rlhf.functional.correction import Plan, correct
+from lightning_rlhf.functional.correction import Plan, WeightLevel, correct
 from lightning_rlhf.functional.rejection import parse_rules
 from lightning_rlhf.metrics.correction import PERCENTILES, TAIL_BINS, CorrectionMetrics
 from lightning_rlhf.metrics.correction_numbers import quantiles
@@ -151,13 +151,65 @@ def test_batches_of_another_plan_do_not_mix() -> None:
         CorrectionMetrics().compute()
 
 
-def test_nothing_measured_is_no_number_that_is_not_finite() -> None:
-    train, rollout, _ = batch()
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("shape", [(12, 9), (12, 0), (0, 9)])
+def test_nothing_valid_is_nothing_measured(shape: tuple[int, int], full: bool) -> None:
+    """No metric at all: every one of them would be a 0 that nobody measured."""
+    nothing = torch.full(shape, math.nan)
+    metrics = CorrectionMetrics(full=full)
+    metrics.update(correct(nothing, nothing, nothing.bool() & False, PLAN), nothing, nothing)
+    assert metrics.compute() == {}
+
+
+def test_missing_log_probabilities_alone_are_counted_and_nothing_else() -> None:
+    train, mask = torch.full((2, 3), -1.0), torch.ones(2, 3).bool()
+    rollout = torch.full_like(train, math.nan)
     metrics = CorrectionMetrics(full=True)
-    metrics.update(correct(train, rollout, torch.zeros_like(train).bool(), PLAN), train, rollout)
+    metrics.update(correct(train, rollout, mask, Plan(rules=parse_rules("seq_sum_k3", 1.0))), train, rollout)
+    assert metrics.compute() == {
+        "rollout_corr/missing_fraction": 1.0,
+        "rollout_corr/accepted_fraction": 1.0,
+        "rollout_corr/rollout_rs_masked_fraction": 0.0,
+        "rollout_corr/rollout_rs_seq_masked_fraction": 0.0,
+    }
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("shape", [(16384, 1), (1, 16384), (128, 128)])
+def test_equal_weights_have_no_deviation(level: WeightLevel, shape: tuple[int, int]) -> None:
+    """16,384 weights of 1.0003: squared in float32 they had a deviation of 1.7e-4."""
+    width = shape[1] if level == "sequence" else 1
+    train = torch.full(shape, math.log(1.0003) / width)
+    rollout, mask = torch.zeros_like(train), torch.ones(shape).bool()
+    metrics = CorrectionMetrics(full=True)
+    plan = Plan(level=level, rules=parse_rules("token", 2.0))
+    metrics.update(correct(train, rollout, mask, plan), train, rollout)
     numbers = metrics.compute()
-    assert all(math.isfinite(value) for value in numbers.values())
-    assert "rollout_corr/rollout_probs_diff_max" not in numbers and "rollout_corr/rollout_is_p50" not in numbers
+    for name in ("rollout_is_std", "rollout_is_seq_std", "rollout_rs_std", "rollout_rs_seq_std"):
+        assert numbers[f"rollout_corr/{name}"] == pytest.approx(0.0, abs=1e-10), name
+    for name in ("rollout_is_eff_sample_size", "is_used_ess"):
+        assert numbers[f"rollout_corr/{name}"] == pytest.approx(1.0, abs=1e-12), name
+    assert numbers["rollout_corr/rollout_is_seq_mean"] == pytest.approx(1.0003, abs=1e-5)
+
+
+def test_small_deviations_are_those_of_float64() -> None:
+    """Weights within 1e-5 of 1, where squares of float32 numbers know nothing of the spread."""
+    generator = torch.Generator().manual_seed(0)
+    train = 1e-5 * torch.randn(64, 32, generator=generator)
+    rollout, mask = torch.zeros_like(train), torch.ones(64, 32).bool()
+    correction = correct(train, rollout, mask, Plan(level="token"))
+    assert correction.raw is not None
+    metrics = CorrectionMetrics(full=True)
+    metrics.update(correction, train, rollout)
+    numbers, weights = metrics.compute(), correction.raw.double()
+    expected = {
+        "rollout_is_std": weights.std(correction=0),
+        "rollout_is_seq_std": weights.mean(-1).std(),
+        "rollout_is_eff_sample_size": weights.mean() ** 2 / weights.square().mean(),
+        "is_used_ess": weights.mean() ** 2 / weights.square().mean(),
+    }
+    for name, value in expected.items():
+        assert numbers[f"rollout_corr/{name}"] == pytest.approx(value.item(), rel=1e-6), name
 
 
 def test_identical_probabilities_that_do_not_vary_have_no_correlation() -> None:

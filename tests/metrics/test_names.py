@@ -84,7 +84,7 @@ def test_names_people_know_are_there() -> None:
 def test_unknown_names_are_refused_with_the_nearest_spelling() -> None:
     with pytest.raises(UnknownMetricError, match=r"'kl/reff'; did you mean 'kl/ref'\?.*'ppo/ratio_maxx'; did you mean"):
         check(["reward/mean", "kl/reff", "ppo/ratio_maxx"])
-    with pytest.raises(UnknownMetricError, match=r"no metric is called 'zzz' \(declare"):
+    with pytest.raises(UnknownMetricError, match=r"no metric is called 'zzz'\. .*register\(Metric\('zzz', unit='1'"):
         check(["zzz"])
 
 
@@ -121,6 +121,10 @@ def test_a_users_metric_is_registered_once(own_registry: None) -> None:
     [
         (Metric("loss@1", "1", "down", "steps", "A loss."), "'loss@1' is not allowed"),
         (Metric("loss/a", "1", "down", "average", "A loss."), "reduced = 'average' is not allowed: one of tokens"),
+        (
+            Metric("loss/a", "1", "lower", "once", "A loss."),
+            "better = 'lower' is not allowed: one of up, down, neither",
+        ),  # type: ignore[arg-type]
         (Metric("kl/ref", "1", "down", "steps", "Another KL."), "'kl/ref' is taken by kl/ref: KL"),
         (Metric("KL/ref", "1", "down", "steps", "Another KL."), "'KL/ref' is taken by kl/ref"),
     ],

@@ -351,6 +351,7 @@ def test_a_folder_that_is_moved_takes_its_store_with_it(tmp_path: Path, fresh_st
     first.log_text("text", "note.txt")
     first.finalize()
     before.rename(now)
+    mlflow.tracking._tracking_service.utils._artifact_repos_cache.clear()  # as in another process
     second = RLMLFlowLogger(now / "outputs" / "run", store_dir=now / "mlflow", resume_from=now / "outputs" / "run")
     second.log_start(1)
     second.log_metrics({"reward/mean": 2.0}, step=2)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import sys
-import threading
 from fractions import Fraction
 
 import pytest
@@ -16,7 +13,6 @@ from lightning_rlhf.rewards import (
     CharacterMatch,
     ExactMatch,
     LengthPenalty,
-    MathExpression,
     NumericMatch,
     RegexMatch,
     RewardBatch,
@@ -228,95 +224,3 @@ def test_length_limits_are_checked():
     for limits in ((20, 20), (-1, 5)):
         with pytest.raises(RewardError, match=r"soft_limit = .* is not allowed: 0 <= soft_limit < hard_limit"):
             LengthPenalty(*limits)
-
-
-# --- mathematics -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def math() -> MathExpression:
-    pytest.importorskip("math_verify")
-    return MathExpression(timeout=1)
-
-
-@pytest.mark.parametrize(
-    ("response", "answer", "expected"),
-    [
-        (r"The answer is \boxed{\frac{1}{2}}.", "1/2", 1),
-        ("0.5", r"\frac12", 1),
-        ("$1+x^2$", "x^2+1", 1),
-        (r"first 12, then \boxed{46}", "46", 1),
-        ("1,234", "1234", 1),
-        (r"$\{2, 1\}$", r"\{1, 2\}", 1),
-        ("2", r"\{1, 2\}", 0),
-        (r"\boxed{(1, 2)}", "(1,2)", 1),
-        ("-3.5", "-3.5", 1),
-        ("1234", "1,234", 1),
-        ("x = 3", "3", 1),
-        ("46", r"so \boxed{46}", 1),
-        ("46", "the answer is $46$", 1),
-        ("47", "46", 0),
-        (r"\boxed{\frac{1}{3}}", "1/2", 0),
-    ],
-)
-def test_expressions_are_compared_mathematically(math, response, answer, expected):
-    assert score(math, response, answer) == expected
-    assert not math.counts
-
-
-def test_unreadable_response_scores_zero_and_is_counted(math):
-    assert [score(math, text) for text in ("no idea", "", r"\frac{1}{")] == [0, 0, 0]
-    assert math.counts == {"unparsed_responses": 3}
-
-
-def test_unreadable_answer_scores_zero_is_counted_and_said(math, caplog):
-    with caplog.at_level(logging.WARNING):
-        assert score(math, "46", "$") == 0
-    assert math.counts == {"unparsed_answers": 1}
-    assert "unparsed_answers: 1 so far; the last for '$'" in caplog.text
-
-
-def test_endless_expression_is_stopped_counted_and_said(math, caplog):
-    with caplog.at_level(logging.WARNING):
-        assert score(math, "$9^{9^{9^9}}$") == 0
-    assert math.counts == {"timeouts": 1}
-    assert "timeouts: 1 so far; the last for '$9^{9^{9^9}}$'" in caplog.text
-
-
-@pytest.mark.parametrize("function", ["parse", "verify"])
-def test_fault_inside_the_library_is_counted_and_said_with_its_traceback(math, monkeypatch, caplog, function):
-    assert score(math, "46") == 1  # the answer is known from now on
-
-    def broken(*args, **kwargs):
-        raise RecursionError("too deep")
-
-    monkeypatch.setattr(math._library, function, broken)
-    with caplog.at_level(logging.WARNING):
-        assert [score(math, "46") for _ in range(5)] == [0] * 5
-    assert math.counts == {"errors": 5}
-    assert [record.args[1] for record in caplog.records] == [1, 2, 4]
-    assert "RecursionError: too deep" in caplog.text
-
-
-def test_other_threads_have_no_time_limit_which_is_said_once(math, caplog):
-    scores = []
-    with caplog.at_level(logging.WARNING, logger="lightning_rlhf"):
-        worker = threading.Thread(target=lambda: scores.extend([score(math, "46"), score(math, "47")]))
-        worker.start()
-        worker.join()
-    assert scores == [1, 0]
-    ours = [record for record in caplog.records if record.name.startswith("lightning_rlhf")]
-    assert len(ours) == 1
-    assert "outside the main thread" in ours[0].message
-
-
-def test_missing_library_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(ImportError, match=r"pip install 'lightning-rlhf\[math\]'"):
-        MathExpression()
-
-
-def test_bad_timeout_is_refused(math):
-    for value in (0, 0.5, True):
-        with pytest.raises(RewardError, match=r"timeout = .* is not allowed: whole seconds >= 1"):
-            MathExpression(timeout=value)

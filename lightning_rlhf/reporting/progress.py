@@ -1,0 +1,169 @@
+"""How far a run is: one line that is drawn again in a terminal, a plain line every few iterations elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar
+
+from lightning_rlhf.reporting.terminal import note, say
+
+RECENT = 20
+"""Iterations whose mean time the time left is computed from."""
+
+
+class ProgressLines(ProgressBar):
+    """Iteration, mean reward, KL, tokens per second and time left, of the first process alone.
+
+    Every ``every``-th iteration, the first and the last go to ``train.log`` as a plain line, and to the output where
+    it is no terminal (a file, a job's log). In a terminal one line is drawn again after each iteration, cut to the
+    terminal's width.
+
+    Args:
+        iterations: length of the run.
+        every: iterations between two plain lines; ``None``: no plain line.
+        terminal: draw a line in the terminal, if the output is one.
+    """
+
+    def __init__(self, iterations: int, every: int | None = 5, *, terminal: bool = True) -> None:
+        super().__init__()
+        if every is not None and every < 1:
+            raise ValueError(f"progress_every = {every!r} is not allowed: a whole number >= 1, or null")
+        self.iterations, self.every = iterations, every
+        self.drawn = terminal and sys.stdout.isatty()
+        self._seconds: deque[float] = deque(maxlen=RECENT)
+        self._since = 0.0
+        self._line = ""
+        self._enabled = True
+
+    def disable(self) -> None:
+        """Lightning asks this of all processes but the first."""
+        self._enabled = False
+
+    def enable(self) -> None:
+        """The opposite of :meth:`disable`."""
+        self._enabled = True
+
+    # --- Lightning's hooks -------------------------------------------------------------------------------------------
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Many answers may be generated now."""
+        if self.drawn and self._enabled and trainer.is_global_zero:
+            self._draw("evaluating the held-out prompts")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Nothing is left of that line."""
+        if self.drawn and self._line:
+            self._erase()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The clock of the first iteration starts."""
+        self._since = time.perf_counter()
+        self._clear_before_log_records()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """An iteration is over."""
+        now = time.perf_counter()
+        self._seconds.append(now - self._since)
+        self._since = now
+        if not (self._enabled and trainer.is_global_zero):
+            return
+        numbers = trainer.callback_metrics
+        iteration = int(numbers.get("clock/iteration", batch_idx + 1))
+        text = self.text(iteration, {name: float(value) for name, value in numbers.items()})
+        due = self.every is not None and (iteration in (1, self.iterations) or iteration % self.every == 0)
+        if self.drawn:
+            self._draw(text)
+            if due:
+                note(text)
+        elif due:
+            say(text)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The drawn line stays as it was last."""
+        self._leave_line()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """What is said of a failure begins on a line of its own."""
+        self._leave_line()
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """``trainer.print`` of a callback, above the drawn line."""
+        with self._undrawn():
+            print(*args, **kwargs)
+
+    # --- the text ----------------------------------------------------------------------------------------------------
+
+    def text(self, iteration: int, numbers: dict[str, float]) -> str:
+        """The line of one iteration; numbers that there are not are left out."""
+        kl = next((name for name in ("kl/ref", "kl/old") if name in numbers), None)
+        parts = [f"iteration {iteration}/{self.iterations}"]
+        if "reward/mean" in numbers:
+            parts.append(f"reward {numbers['reward/mean']:.3f}")
+        if kl is not None:
+            parts.append(f"{kl} {numbers[kl]:.4f}")
+        if "perf/tokens_per_second" in numbers:
+            parts.append(f"{numbers['perf/tokens_per_second']:.0f} tok/s")
+        if self._seconds:
+            left = (self.iterations - iteration) * sum(self._seconds) / len(self._seconds)
+            parts.append(f"{duration(left)} left")
+        return "  ".join(parts)
+
+    # --- the drawn line ----------------------------------------------------------------------------------------------
+
+    def _draw(self, text: str) -> None:
+        width = shutil.get_terminal_size().columns - 1
+        self._line = text[:width]
+        sys.stdout.write(f"\r\x1b[K{self._line}")
+        sys.stdout.flush()
+
+    def _leave_line(self) -> None:
+        if self._line:
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+            self._line = ""
+
+    @contextmanager
+    def _undrawn(self) -> Iterator[None]:
+        """What is printed inside stands above the drawn line."""
+        line = self._line
+        if line:
+            self._erase()
+        yield
+        if line:
+            self._draw(line)
+
+    def _clear_before_log_records(self) -> None:
+        """Log records that handlers of the root logger write into the terminal take the drawn line's place."""
+        if not self.drawn:
+            return
+        for handler in logging.getLogger().handlers:
+            if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
+                handler.addFilter(self._make_room)
+
+    def _make_room(self, record: logging.LogRecord) -> bool:
+        if self._line:
+            self._erase()
+        return True
+
+    def _erase(self) -> None:
+        sys.stdout.write("\r\x1b[K")
+        sys.stdout.flush()
+        self._line = ""
+
+
+def duration(seconds: float) -> str:
+    """``0:42``, ``3:05:00``: minutes and seconds, hours where there are some."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

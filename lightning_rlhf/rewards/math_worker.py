@@ -1,0 +1,85 @@
+"""Reads and compares mathematical expressions in a process of its own, which can be killed where nothing else stops it.
+
+:mod:`lightning_rlhf.rewards.mathematics` runs this file as a script; it imports nothing of the package, whose parts
+need PyTorch. Arguments: the number of an inherited connection, and the seconds that one request may take.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+Note = tuple[str, str]
+"""A kind of trouble, and its traceback where there is one."""
+
+GRACE = 5.0
+"""Seconds after which the process ends by itself if the one that should have killed it is gone."""
+
+
+class Judge:
+    """Compares responses with answers, each of which is read once.
+
+    Args:
+        library: the package ``math_verify``.
+    """
+
+    def __init__(self, library: Any) -> None:
+        self.library = library
+        self._answers: dict[str, tuple[list[Any], list[Note]]] = {}
+
+    def __call__(self, response: str, answer: str) -> tuple[float, list[Note]]:
+        """1 if both are equal, else 0, and what could not be read or decided."""
+        if answer not in self._answers:
+            notes: list[Note] = []
+            # Without dollar signs math-verify would look for a plain number and take the 2 of \{1, 2\}.
+            marked = answer if "$" in answer or "\\boxed" in answer else f"${answer}$"
+            self._answers[answer] = self._parse(marked, notes) or self._parse(answer, notes) or [], notes
+        wanted, notes = self._answers[answer][0], list(self._answers[answer][1])
+        if not wanted:
+            return 0.0, [*notes, ("unparsed_answers", "")]
+        given = self._parse(response, notes)
+        if not given:
+            return 0.0, [*notes, *([("unparsed_responses", "")] if given is not None else [])]
+        try:
+            equal = self.library.verify(wanted, given, timeout_seconds=None, raise_on_error=True)
+        except Exception:
+            return 0.0, [*notes, ("errors", traceback.format_exc())]
+        return float(bool(equal)), notes
+
+    def _parse(self, text: str, notes: list[Note]) -> list[Any] | None:
+        """The expressions in a text; ``None`` where reading it failed, which is noted."""
+        try:
+            found: list[Any] = self.library.parse(text, parsing_timeout=None, raise_on_error=True)
+        except Exception:  # the parser and SymPy raise all kinds on odd input
+            notes.append(("errors", traceback.format_exc()))
+            return None
+        return found
+
+
+def main(connection: Connection, limit: float) -> None:
+    """Answer requests until the other side is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes of a terminal; the run decides
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, whatever it computes
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it would warn that it has no time limit of its own
+    import math_verify
+
+    judge = Judge(math_verify)
+    connection.send("ready")
+    while True:
+        try:
+            response, answer = connection.recv()
+        except EOFError:
+            return
+        signal.setitimer(signal.ITIMER_REAL, limit + GRACE)
+        result = judge(response, answer)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        connection.send(result)
+
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # the folder of this file, whose modules are no top-level ones
+    main(Connection(int(sys.argv[1])), float(sys.argv[2]))

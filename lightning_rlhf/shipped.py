@@ -1,0 +1,97 @@
+"""What the shipped configuration files hold: groups, options and keys. Read as text; costs no heavy import."""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from omegaconf import OmegaConf
+
+PLACED_ELSEWHERE = {"alp", "recipe", "rollout_correction"}
+"""Groups whose files fill a block of another group (``# @package`` on their first line)."""
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of all leaves; an empty block is a leaf."""
+    for name, value in config.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{key}.")
+        else:
+            yield key, value
+
+
+def groups() -> dict[str, list[str]]:
+    """Every configuration group with its options."""
+    root = importlib.resources.files("lightning_rlhf.conf")
+    folders = sorted((e for e in root.iterdir() if e.is_dir() and not e.name.startswith("_")), key=lambda e: e.name)
+    return {
+        folder.name: sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml"))
+        for folder in folders
+    }
+
+
+def train_file() -> dict[str, Any]:
+    """``conf/train.yaml`` as it is written."""
+    return _yaml(importlib.resources.files("lightning_rlhf.conf") / "train.yaml")
+
+
+@functools.cache
+def homes() -> dict[str, list[tuple[str, str]]]:
+    """Every dotted key of the shipped files, and the (group, option) files that hold it; none for ``train.yaml``."""
+    root = importlib.resources.files("lightning_rlhf.conf")
+    top = {name: value for name, value in train_file().items() if name not in ("defaults", "hydra")}
+    found: dict[str, list[tuple[str, str]]] = {key: [] for key, _ in flatten(top)}
+    for group, options in groups().items():
+        for option in options if group not in ("experiment", "recipe") else ():
+            file = root / group / f"{option}.yaml"
+            content = {name: value for name, value in _yaml(file).items() if name != "defaults"}
+            for key, _ in flatten(content):
+                found.setdefault(f"{_package(file, group)}.{key}", []).append((group, option))
+    return found
+
+
+def shipped_keys() -> list[str]:
+    """Every dotted key of the shipped configuration files, for spelling hints."""
+    return list(homes())
+
+
+def comment(key: str) -> str:
+    """What the comment above a key in the first shipped file that has it says; empty where there is none."""
+    places = homes().get(key)
+    root = importlib.resources.files("lightning_rlhf.conf")
+    for group, option in places or ():
+        file = root / group / f"{option}.yaml"
+        names = key.removeprefix(f"{_package(file, group)}.").split(".")
+        lines, depth = file.read_text(encoding="utf-8").splitlines(), 0
+        for number, line in enumerate(lines):
+            if line.startswith(f"{'  ' * depth}{names[depth]}:"):
+                depth += 1
+                if depth == len(names):
+                    above = lines[number - 1].strip() if number else ""
+                    return above.removeprefix("# ") if above.startswith("# ") else ""
+    return ""
+
+
+def known_at_the_top() -> list[str]:
+    """Names that a configuration may have beside nothing: keys of ``train.yaml`` and the groups placed there."""
+    train = train_file()
+    placed = [
+        name.removeprefix("optional ") for entry in train["defaults"] if isinstance(entry, dict) for name in entry
+    ]
+    return [name for name in train if name not in ("defaults", "hydra")] + [
+        name for name in placed if name not in PLACED_ELSEWHERE
+    ]
+
+
+def _package(file: Any, group: str) -> str:
+    """Where a shipped file's keys land in the configuration."""
+    first = file.read_text(encoding="utf-8").partition("\n")[0]
+    return first.removeprefix("# @package ") if first.startswith("# @package ") else group
+
+
+def _yaml(file: Any) -> dict[str, Any]:
+    """A shipped file as it is written, interpolations unresolved."""
+    return OmegaConf.to_container(OmegaConf.create(file.read_text(encoding="utf-8"))) or {}  # type: ignore[return-value]

@@ -1,0 +1,23 @@
+"""How threads of OpenMP wait, decided before PyTorch is imported, as its OpenMP reads it once.
+
+By default they spin between two parallel regions. A small model has thousands of those a second, so beside one other
+busy process a spinning thread takes the core from the one it waits for, and a run becomes five times slower.
+"""
+
+from __future__ import annotations
+
+import os
+
+PASSIVE = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
+"""By the standard, GNU's OpenMP (PyTorch from a wheel on Linux), and Intel's and LLVM's."""
+
+
+def wait_passively() -> None:
+    """Let threads sleep while they wait, unless the environment says anything about that already."""
+    if not any(name in os.environ for name in PASSIVE):
+        os.environ.update(PASSIVE)
+
+
+def waiting() -> dict[str, str]:
+    """What the environment says about waiting, for processes that do not inherit it."""
+    return {name: os.environ[name] for name in PASSIVE if name in os.environ}

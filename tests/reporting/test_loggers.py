@@ -1,0 +1,107 @@
+"""Several loggers at once, and those beside MLflow: hyper-parameters, one step axis, and a run that goes on."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_rlhf import cli, schema
+from lightning_rlhf.assembly import make_trainer
+from lightning_rlhf.reporting import RLMLFlowLogger, blocks_of, tell, tracked
+
+TINY = [
+    "warmup=none",
+    "model.source.hidden_size=32",
+    "model.source.layers=1",
+    "model.source.heads=2",
+    "data.prompts_per_iteration=4",
+    "data.validation=null",
+    "module.update.minibatch_size=4",
+    "module.update.epochs=1",
+    "threads=1",
+    "trainer.enable_progress_bar=false",
+]
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics" / "metrics.csv").open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_csv_and_tensorboard_of_a_run_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both have every hyper-parameter and the same numbers for the same iterations, before and after."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    words = [*TINY, "logger=[csv,tensorboard]", "hydra.run.dir=run", "callbacks.checkpoint.every_n_iterations=1"]
+    assert cli.main(["train", *words, "iterations=3", "callbacks.checkpoint.keep=null"]) == 0
+    first = rows(tmp_path / "run")
+    again = ["resume=run/checkpoints/iteration_000002.ckpt", "hydra.run.dir=run", "branch=false"]
+    assert cli.main(["train", *again, "iterations=4"]) == 0
+
+    kept = [row for row in rows(tmp_path / "run") if row["reward/mean"]]
+    assert [int(row["step"]) for row in kept] == [1, 2, 3, 4] == [int(float(row["clock/iteration"])) for row in kept]
+    same = ("reward/mean", "kl/ref", "time/iteration", "lr/actor")
+    assert [{name: float(row[name]) for name in same} for row in kept[:2]] == [
+        {name: float(row[name]) for name in same} for row in first if row["reward/mean"] and int(row["step"]) < 3
+    ]
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    board = {
+        name: [(event.step, event.value) for event in events.Scalars(name)] for name in ("reward/mean", "lr/actor")
+    }
+    for name, values in board.items():
+        expected = [(int(row["step"]), float(row[name])) for row in kept]
+        assert values == [(step, pytest.approx(value)) for step, value in expected]
+    config = dict(schema.flatten(yaml.safe_load((tmp_path / "run" / ".hydra" / "start_2" / "config.yaml").read_text())))
+    for place in ("metrics", "tensorboard"):
+        logged = yaml.safe_load((tmp_path / "run" / place / "hparams.yaml").read_text())
+        assert logged.keys() == config.keys() and logged["module.actor.lr"] == config["module.actor.lr"]
+    assert "_hparams_/session_start_info" in events.summary_metadata
+
+
+def test_two_loggers_by_name(compose: Any, tmp_path: Path, fresh_store: Path) -> None:
+    config = schema.check(
+        compose("logger=[mlflow,csv]", "logger.csv.name=numbers", f"logger.mlflow.store_dir={tmp_path}")
+    )
+    assert [type(logger).__name__ for logger in make_trainer(config).loggers] == ["RLMLFlowLogger", "RunCSVLogger"]
+    config = schema.check(compose("logger=[mlflow,csv]", "logger.mlflow=null"))
+    assert [type(logger).__name__ for logger in make_trainer(config).loggers] == ["RunCSVLogger"]
+    assert make_trainer(schema.check(compose("logger=none"))).loggers == []
+
+
+def test_a_block_without_a_name_is_one_logger() -> None:
+    """As configurations of before, and checkpoints with them, have it."""
+    block = {"_target_": "lightning_rlhf.reporting.RLMLFlowLogger", "run_dir": "r"}
+    assert blocks_of(block) == {"mlflow": block}
+    assert tracked(block, resume_from="x") == {"mlflow": block | {"resume_from": "x"}}
+    assert blocks_of({"_target_": "my.Logger"}) == {"logger": {"_target_": "my.Logger"}}
+    assert blocks_of(None) == blocks_of({"mlflow": None}) == {}
+
+
+def test_each_is_told_what_it_has_a_method_for(tmp_path: Path, fresh_store: Path) -> None:
+    class Mine:
+        def log_samples(self, rows: list, iteration: int) -> str:
+            return f"{len(rows)} in {iteration}"
+
+    assert tell([Mine(), object()], "log_samples", [{}, {}], 3) == ["2 in 3"]
+
+
+def test_wandb_names_the_package_to_install(compose: Any) -> None:
+    if "wandb" in sys.modules or __import__("importlib.util").util.find_spec("wandb"):
+        pytest.skip("wandb is installed")
+    with pytest.raises(schema.InputError, match=r'logger\.wandb: .*pip install "lightning-rlhf\[wandb\]"'):
+        make_trainer(schema.check(compose("logger=wandb")))
+
+
+def test_a_logger_that_is_no_block(compose: Any) -> None:
+    with pytest.raises(schema.ConfigError, match=r"logger\.csv"):
+        schema.check(compose("logger=csv", "~logger.csv._target_"))
+    assert RLMLFlowLogger.__name__ in str(compose("logger=mlflow").logger.mlflow._target_)
