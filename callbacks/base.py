@@ -72,7 +72,7 @@ class RLHFCallback(Callback):
         """The step was taken or skipped. ``rollback`` and ``stop_epochs`` act here."""
 
     def on_ppo_epoch_end(self, trainer: Trainer, module: ActorCriticModule, stats: EpochStats) -> None:
-        """One pass over the experience ended; ``stop_epochs`` makes it the batch's last. ``rollback`` acts here, too."""
+        """One pass over the experience ended; ``stop_epochs`` makes it the batch's last, ``rollback`` undoes it."""
 
     def on_update_end(self, trainer: Trainer, module: ActorCriticModule, stats: UpdateStats) -> None:
         """All epochs of this iteration ended; the engine does not have the new weights yet."""
