@@ -12,6 +12,9 @@ from omegaconf import DictConfig
 from lightning_rlhf import launch, schema
 from lightning_rlhf.assembly import Parts, assemble, building, find_checkpoint, make_trainer
 from lightning_rlhf.checkpoint import latest_valid
+from lightning_rlhf.data.sources import DataError
+from lightning_rlhf.ending import told
+from lightning_rlhf.interruption import Signals
 from lightning_rlhf.reporting import RLMLFlowLogger
 
 
@@ -50,7 +53,14 @@ def run(plain: dict[str, Any]) -> dict[str, float]:
 
     Raises:
         InputError: a part cannot be built as configured.
+        Interrupted: SIGINT or SIGTERM; a checkpoint was written if anything was trained (:mod:`.interruption`).
+        TrainingFailed: a callback has found the run to be broken.
     """
+    with Signals(), told(plain, speaks=launch.is_first()):
+        return _run(plain)
+
+
+def _run(plain: dict[str, Any]) -> dict[str, float]:
     if launch.is_first():
         introduce(plain)
     checkpoint = checkpoint_to_resume(plain)
@@ -58,6 +68,7 @@ def run(plain: dict[str, Any]) -> dict[str, float]:
         in_run = checkpoint.parent.name == "checkpoints"
         plain["logger"]["resume_from"] = str(checkpoint.parent.parent if in_run else checkpoint.parent)
     parts = assemble(plain)
+    parts.datamodule.accept_other_data = plain["resume_on_other_data"]
     with closing(parts.module.engine):
         trainer = make_trainer(plain)
         for logger in trainer.loggers:
@@ -65,7 +76,10 @@ def run(plain: dict[str, Any]) -> dict[str, float]:
                 logger.log_config(plain)
         # A resumed run has its weights only once fit begins.
         before = held_out(trainer, parts) if checkpoint is None else {}
-        trainer.fit(parts.module, datamodule=parts.datamodule, ckpt_path=checkpoint, weights_only=True)
+        try:
+            trainer.fit(parts.module, datamodule=parts.datamodule, ckpt_path=checkpoint, weights_only=True)
+        except DataError as error:
+            raise schema.InputError(str(error)) from error
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         after = held_out(trainer, parts)
         if trainer.is_global_zero:

@@ -202,6 +202,7 @@ BUILT: dict[str, Change | str] = {
 SEEN_OTHERWISE = {
     *("output_dir", "run_name", "warmup.cache_dir", "trainer.deterministic"),
     "resume",  # test_cli.py: a resumed run
+    "resume_on_other_data",  # data/test_fingerprint.py: other data is refused without it
     "rollout.max_staleness",  # rollout/test_ahead.py: a stale rollout is drawn again
     "model.policy.npu_fused",  # accelerators/test_npu_fused.py: layers are exchanged
     "trainer.accelerator",  # test_cli.py: an unknown one is refused
