@@ -54,9 +54,8 @@ def test_accepted_data_begins_with_its_first_batch_and_goes_on_so(tokenizer, sta
 
 def test_another_batch_size_goes_on_at_the_same_prompt(tokenizer, state):  # noqa: F811
     """Two batches of four are behind us; the next two of three are the prompts 8 to 13 of the stream."""
-    single = [
-        text for batch in batches(data(tokenizer, ROWS, prompts_per_iteration=1, iterations=14)) for text in batch.texts
-    ]
+    one_by_one = data(tokenizer, ROWS, prompts_per_iteration=1, iterations=14)
+    single = [text for batch in batches(one_by_one) for text in batch.texts]
     module = resumed(data(tokenizer, ROWS, prompts_per_iteration=3, iterations=4), state)
     assert [text for batch in module.train_dataloader() for text in batch.texts] == single[8:14]
 
