@@ -29,7 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb.
 
     Returns:
-        The exit code: 0, 2 for input that cannot work (said on one screen), 1 for any other failure.
+        The exit code: 0, 2 for input that cannot work (said on one screen), 1 for any other failure, 130 after Ctrl-C
+        and 143 after SIGTERM.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("help", "-h", "--help"):
@@ -80,9 +81,15 @@ def _run(verb: Callable[[list[str]], None], arguments: list[str], full_errors: b
             traceback.print_exc()
         print(f"{ended}\n(full traceback: HYDRA_FULL_ERROR=1)", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # before there was a run
         print("lightning-rlhf: interrupted", file=sys.stderr)
-        return 1
+        return 130
+    except SystemExit as end:
+        if not (isinstance(end.code, int) and end.code > 128):
+            raise
+        if not getattr(end, "told", False):
+            print(f"lightning-rlhf: stopped by {end}", file=sys.stderr)
+        return end.code
     return 0
 
 
@@ -205,8 +212,9 @@ def _several_processes() -> bool:
 def _eval(arguments: list[str]) -> None:
     options, overrides = _options(arguments, required=["checkpoint"])
     from lightning_rlhf.evaluate import evaluate_checkpoint
+    from lightning_rlhf.interruption import Signals
 
-    with _told_without_servers():
+    with Signals(), _told_without_servers():
         evaluate_checkpoint(options["checkpoint"], overrides)
 
 
@@ -221,9 +229,11 @@ def _export(arguments: list[str]) -> None:
             known = "checkpoint=, output=, force=, perturbation= and keys of the model, such as model.source.path="
             raise InputError(f"export takes {known}, not {text!r}")
     from lightning_rlhf.export import export_checkpoint
+    from lightning_rlhf.interruption import Signals
 
     chosen = {name: value == "true" for name, value in flags.items()}
-    folder = export_checkpoint(options["checkpoint"], options["output"], overrides, **chosen)
+    with Signals():
+        folder = export_checkpoint(options["checkpoint"], options["output"], overrides, **chosen)
     print(f"exported to {folder}; load it with AutoModelForCausalLM.from_pretrained({str(folder)!r})")
 
 
@@ -263,12 +273,16 @@ def _options(
 
 @contextmanager
 def _told_without_servers(folder: str | None = None) -> Iterator[None]:
-    """No rollout server is left: say so, and where a training in ``folder`` can go on, instead of a traceback."""
-    from lightning_rlhf.checkpoint import latest_valid
+    """A run has failed, or no rollout server is left: say so, and how to go on, instead of a traceback."""
+    from lightning_rlhf.checkpoint import CheckpointError, latest_valid
+    from lightning_rlhf.control import TrainingFailed
+    from lightning_rlhf.ending import RunFailed
     from lightning_rlhf.rollout.pool import ServersGone
 
     try:
         yield
+    except (TrainingFailed, CheckpointError, RunFailed) as error:
+        raise RunEnded("\n".join([f"FAILED: {error}", *getattr(error, "__notes__", [])])) from error
     except ServersGone as error:
         lines = [str(error)]
         if folder is not None:

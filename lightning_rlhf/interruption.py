@@ -16,6 +16,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 REQUEST = "stop_request"
 """In a run's output folder: who started several processes asks them to stop by writing a signal's number there."""
+REQUEST_VARIABLE = "LIGHTNING_RLHF_STOP_REQUEST"
+"""Of the environment: names that file to the processes that were started."""
 
 _POLL_SECONDS = 0.5
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -27,13 +29,12 @@ class Interrupted(SIGTERMException):
     Args:
         signum: of the signal; the exit code is 128 + it, as shells count.
         on_every_rank: whether all processes of the run agreed on it and raise it at the same point.
+        told: whether the user has been told where the run can go on.
     """
 
-    def __init__(self, signum: int, *, on_every_rank: bool = False) -> None:
+    def __init__(self, signum: int, *, on_every_rank: bool = False, told: bool = False) -> None:
         super().__init__(128 + signum)
-        self.signum, self.on_every_rank = signum, on_every_rank
-        self.told = False
-        """Whether the user has been told where the run can go on."""
+        self.signum, self.on_every_rank, self.told = signum, on_every_rank, told
 
     def __str__(self) -> str:
         return signal.Signals(self.signum).name
@@ -48,13 +49,15 @@ class Signals:
     is installed; requests by file still arrive.
 
     Args:
-        request: file to watch for a request of another process (see :data:`REQUEST`); ``None``: none.
+        request: file to watch for a request of another process (see :data:`REQUEST`); ``None``: none, unless the
+            environment names one.
     """
 
     def __init__(self, request: Path | None = None) -> None:
         self.received = 0
         """Number of the signal that was noted, 0 if there was none."""
-        self._request = request
+        named = os.environ.get(REQUEST_VARIABLE)
+        self._request = Path(named) if request is None and named else request
         self._held: str | None = None
         self._former: dict[int, Any] = {}
         self._ended = threading.Event()

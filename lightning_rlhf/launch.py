@@ -24,6 +24,9 @@ from lightning.pytorch.plugins.environments import (
     TorchElasticEnvironment,
 )
 
+from lightning_rlhf.ending import RunFailed, how_to_go_on, told
+from lightning_rlhf.interruption import REQUEST, REQUEST_VARIABLE, Interrupted, passed_on
+from lightning_rlhf.reporting.mlflow import end_as_failed
 from lightning_rlhf.schema import InputError
 
 FILE = "launch.json"
@@ -31,6 +34,9 @@ FILE = "launch.json"
 
 RESULT = "metrics.json"
 """In the output folder: the last value of every metric, from the first process."""
+
+INTERRUPTED = "interrupted"
+"""The only key of that file where a signal has ended the run: its number."""
 
 
 def started_outside() -> bool:
@@ -85,7 +91,8 @@ def start(config: Mapping[str, Any], processes: int) -> dict[str, float]:
         What the first process returned.
 
     Raises:
-        InputError: a process failed; it has said why.
+        RunFailed: a process failed; it has said why.
+        Interrupted: SIGINT or SIGTERM; the processes have ended between two iterations, or at once after a second one.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -101,31 +108,39 @@ def start(config: Mapping[str, Any], processes: int) -> dict[str, float]:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
-        shutdown_timeout=10,  # Lightning goes on to the end of an iteration after SIGTERM; then they are killed
+        shutdown_timeout=10,  # for the others where one has failed, or after a second signal; then they are killed
     )
     environment = {
         "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # each process would take all cores otherwise
+        REQUEST_VARIABLE: str(folder / REQUEST),
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGHUP,SIGQUIT",  # the agent would end the processes after some seconds
     }
     quiet = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     before, level = dict(os.environ), quiet.level
     os.environ.update(environment)
     quiet.setLevel(logging.CRITICAL)  # what it says of a failure is in the error below
     try:
-        elastic_launch(agent, sys.executable)("-m", __name__, str(file))
+        with told(config, speaks=True), passed_on(folder) as stop:
+            elastic_launch(agent, sys.executable)("-m", __name__, str(file))
     except ChildFailedError as failure:
         rank, first = failure.get_first_failure()
         how = f"signal {-first.exitcode}" if first.exitcode < 0 else f"exit code {first.exitcode}"
-        raise InputError(
-            f"training has ended: process {rank} of {processes} ended with {how}, and the others were ended with it. "
-            f"What it said is above; resume={folder} goes on from the newest whole checkpoint, if there is one"
-        ) from failure
+        if stop.received:
+            raise Interrupted(stop.received, told=True) from failure
+        reason = f"process {rank} of {processes} ended with {how}, and the others were ended with it"
+        end_as_failed(folder, reason)
+        said = f"training has ended: {reason}. What it said is above"
+        raise RunFailed("\n".join([said, *how_to_go_on(config)])) from failure
     finally:
         quiet.setLevel(level)
         for name in environment:
             os.environ.pop(name)
         os.environ |= {name: before[name] for name in environment if name in before}
-    return json.loads((folder / RESULT).read_text(encoding="utf-8"))
+    result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+    if INTERRUPTED in result:
+        raise Interrupted(int(result[INTERRUPTED]), told=True)
+    return result
 
 
 def hand_over(config: Mapping[str, Any]) -> Path:
@@ -141,6 +156,8 @@ def main(file: str) -> int:
     import torch
     from omegaconf import OmegaConf
 
+    from lightning_rlhf.checkpoint_files import CheckpointError
+    from lightning_rlhf.control import TrainingFailed
     from lightning_rlhf.noise import quiet
     from lightning_rlhf.rollout.pool import ServersGone
     from lightning_rlhf.schema import check
@@ -154,7 +171,11 @@ def main(file: str) -> int:
     except InputError as error:
         print(f"process {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)
         return 2
-    except ServersGone as error:
+    except Interrupted as stop:
+        if not stop.on_every_rank:
+            return int(stop.code)  # type: ignore[call-overload]
+        metrics = {INTERRUPTED: stop.signum}
+    except (ServersGone, TrainingFailed, CheckpointError) as error:
         print(f"process {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)
         return 1
     except Exception:

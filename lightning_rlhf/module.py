@@ -464,7 +464,7 @@ class ActorCriticModule(LightningModule):
     # --- helpers -------------------------------------------------------------------------------------------------
 
     def _set_logger_step(self, iteration: int) -> None:
-        """The step at which Lightning hands logged values to loggers: it counts batches from 0, we iterations from 1."""
+        """The step at which Lightning hands logged values to loggers: it counts batches from 0, iterations from 1."""
         self.trainer.fit_loop.epoch_loop._batches_that_stepped = iteration
 
     def _aggregation(self, minibatch: MiniBatch) -> dict[str, Any]:

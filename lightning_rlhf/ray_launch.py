@@ -22,10 +22,13 @@ from omegaconf import OmegaConf
 
 from lightning_rlhf import launch
 from lightning_rlhf.checkpoint import latest_valid
+from lightning_rlhf.ending import RunFailed, how_to_go_on, told
+from lightning_rlhf.interruption import REQUEST, REQUEST_VARIABLE, Interrupted, passed_on
 from lightning_rlhf.noise import log_once, quiet, quiet_ray
 from lightning_rlhf.parallel import gather_objects
 from lightning_rlhf.ray_settings import DEVICES, RaySettings
 from lightning_rlhf.reporting import tracked as of_earlier
+from lightning_rlhf.reporting.mlflow import end_as_failed
 from lightning_rlhf.schema import InputError, check
 from lightning_rlhf.settings import build
 from lightning_rlhf.threads import waiting
@@ -55,17 +58,17 @@ def start(config: Mapping[str, Any]) -> dict[str, float]:
         What the first worker returned.
 
     Raises:
-        InputError: there is no such cluster, it lacks the resources, or workers failed more often than
-            ``trainer.ray.max_failures``.
-        KeyboardInterrupt: Ctrl-C; the workers have been ended.
+        InputError: there is no such cluster, it lacks the resources, or what is given cannot work.
+        RunFailed: workers failed more often than ``trainer.ray.max_failures``.
+        Interrupted: SIGINT or SIGTERM; the workers have ended between two iterations, or at once after a second one.
     """
     settings = build(RaySettings, "trainer.ray", config["trainer"]["ray"])
     folder = Path(config["output_dir"]).absolute()
     file = launch.hand_over(config)
     scaling = scaling_of(settings, config["trainer"]["accelerator"])
-    with connected(settings) as started_here, _interruptible():
+    with connected(settings) as started_here, told(config, speaks=True), passed_on(folder) as stop:
         check_resources(scaling, may_grow=not started_here)
-        trainer = TorchTrainer(
+        trainer = _Trainer(
             work,
             train_loop_config={"file": str(file), "folder": os.getcwd(), "before": _own_files(folder)},
             torch_config=process_group_of(config["trainer"]),
@@ -80,9 +83,25 @@ def start(config: Mapping[str, Any]) -> dict[str, float]:
             ),
         )
         try:
-            return dict(trainer.fit().return_value)
+            result = dict(trainer.fit().return_value)
         except TrainingFailedError as failure:
-            raise InputError(_why_it_ended(failure, folder)) from failure
+            if stop.received:
+                raise Interrupted(stop.received) from failure
+            if isinstance(getattr(failure, "controller_failure", None), Refused):
+                raise InputError(str(failure.controller_failure)) from failure
+            reason = _why_it_ended(failure)
+            end_as_failed(folder, reason)
+            raise RunFailed("\n".join([reason, *how_to_go_on(config)])) from failure
+        if launch.INTERRUPTED in result:
+            raise Interrupted(int(result[launch.INTERRUPTED]), told=True)
+        return result
+
+
+class _Trainer(TorchTrainer):
+    """Ray's own handler of SIGINT aborts the run; a second signal does that here, too, as the connection is closed."""
+
+    def _register_sigint_handler(self, controller: Any) -> None:
+        pass
 
 
 def scaling_of(settings: RaySettings, accelerator: str) -> ScalingConfig:
@@ -160,35 +179,10 @@ def check_resources(scaling: ScalingConfig, *, may_grow: bool) -> None:
     log.warning("the workers reserve %s: they wait until machines join", missing)
 
 
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """Ctrl-C ends the workers and then raises KeyboardInterrupt.
-
-    Ray Train sets a handler of its own, which aborts the run and leaves the program with exit code 0.
-    """
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        yield
-    except SystemExit as end:
-        raise KeyboardInterrupt from end
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, before)
-
-
-def _why_it_ended(failure: TrainingFailedError, folder: Path) -> str:
-    cause = getattr(failure, "controller_failure", None)
-    if isinstance(cause, Refused):
-        return str(cause)
+def _why_it_ended(failure: TrainingFailedError) -> str:
     workers = getattr(failure, "worker_failures", None)
     reasons = failures(workers) if workers else [f"Ray could not run the workers: {failure}"]
-    return "\n".join(
-        [
-            "training has ended, and Ray does not start it again (trainer.ray.max_failures):",
-            *reasons,
-            f"resume={folder} goes on from the newest whole checkpoint, if there is one",
-        ]
-    )
+    return "\n".join(["training has ended, and Ray does not start it again (trainer.ray.max_failures):", *reasons])
 
 
 # --- in a worker -----------------------------------------------------------------------------------------------------
@@ -213,6 +207,7 @@ def work(task: Mapping[str, Any]) -> dict[str, float]:
                 "must be folders that all machines see under the same path"
             )
     os.chdir(task["folder"])
+    os.environ[REQUEST_VARIABLE] = str(Path(task["file"]).with_name(REQUEST))
     logging.getLogger().setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logging.getLogger("ray.train.v2._internal.util").setLevel(logging.CRITICAL)  # the traceback is printed below
     log_once()
@@ -222,6 +217,8 @@ def work(task: Mapping[str, Any]) -> dict[str, float]:
         with quiet():
             config = OmegaConf.create(Path(task["file"]).read_text(encoding="utf-8"))
             return run(_continued(check(config), task["before"]))  # type: ignore[arg-type]
+    except Interrupted as stop:  # no failure, after which Ray would start all again
+        return {launch.INTERRUPTED: stop.signum}
     except InputError as error:
         raise Refused(f"worker {rank} on {socket.gethostname()}: {error}") from None
     except Exception as error:

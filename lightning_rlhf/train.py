@@ -14,6 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_rlhf import launch, precision, run_folder, schema, warmup
 from lightning_rlhf.assembly import Parts, assemble, building, find_checkpoint, make_trainer
 from lightning_rlhf.checkpoint import latest_valid
+from lightning_rlhf.data.sources import DataError
+from lightning_rlhf.ending import told
+from lightning_rlhf.interruption import Signals
 from lightning_rlhf.recompose import Composition
 from lightning_rlhf.reporting import log_config, tell
 from lightning_rlhf.reporting.terminal import run_log, say
@@ -103,8 +106,10 @@ def run(plain: dict[str, Any]) -> dict[str, float]:
 
     Raises:
         InputError: a part cannot be built as configured.
+        Interrupted: SIGINT or SIGTERM; a checkpoint was written if anything was trained (:mod:`.interruption`).
+        TrainingFailed: a callback has found the run to be broken.
     """
-    with run_log(plain["output_dir"], first=launch.is_first()):
+    with Signals(), run_log(plain["output_dir"], first=launch.is_first()), told(plain, speaks=launch.is_first()):
         return _run(plain)
 
 
@@ -114,6 +119,7 @@ def _run(plain: dict[str, Any]) -> dict[str, float]:
         introduce(plain, replaced)
     checkpoint = None if plain["resume"] is None else find_checkpoint(plain["resume"])
     parts = assemble(plain)
+    parts.datamodule.accept_other_data = plain["resume_on_other_data"]
     with closing(parts.module.engine):
         trainer = make_trainer(plain)
         if checkpoint is not None:
@@ -121,7 +127,10 @@ def _run(plain: dict[str, Any]) -> dict[str, float]:
         log_config(trainer.loggers, plain)
         # A resumed run has its weights only once fit begins.
         before = held_out(trainer, parts) if checkpoint is None else {}
-        trainer.fit(parts.module, datamodule=parts.datamodule, ckpt_path=checkpoint, weights_only=True)
+        try:
+            trainer.fit(parts.module, datamodule=parts.datamodule, ckpt_path=checkpoint, weights_only=True)
+        except DataError as error:
+            raise schema.InputError(str(error)) from error
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         after = held_out(trainer, parts)
         if trainer.is_global_zero:

@@ -1,4 +1,4 @@
-"""After an update come its metrics, its evaluation if one is due, then the checkpoint; and what a run that is cut leaves."""
+"""The order of an iteration: update, metrics, evaluation if one is due, checkpoint; and what a cut run leaves."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_an_evaluation_between_two_checkpoints_is_saved_if_it_is_the_best(tmp_pa
 
 
 def test_a_metric_of_training_is_the_iterations_own(tmp_path: Path) -> None:
-    _, checkpoint, trainer = run(tmp_path, monitor="clock/iteration", evaluate_every=2)
+    _, checkpoint, _ = run(tmp_path, monitor="clock/iteration", evaluate_every=2)
     assert kept(tmp_path) == [4] and checkpoint.best_model_score == 4.0
     with pytest.warns(UserWarning, match="'eval/reward_men' is not logged; did you mean eval/reward_mean"):
         run(tmp_path / "misspelt", monitor="eval/reward_men", iterations=1)
@@ -216,7 +216,9 @@ class Counted:
         return even_digits(batch)
 
 
-def five(folder: Path, *callbacks: Callback, reward: Any = even_digits, resume: Path | None = None, **options: Any) -> Any:
+def five(
+    folder: Path, *callbacks: Callback, reward: Any = even_digits, resume: Path | None = None, **options: Any
+) -> Any:
     module = tiny_module(
         iterations=5, reward=reward, reward_processing={"normalise": "running"}, optimizer={"schedule": "cosine"}
     )

@@ -339,8 +339,37 @@ def test_full_traceback_on_request(run_tiny, capsys, monkeypatch):
 
 def test_a_failure_in_training_is_no_bad_input(elsewhere, run_tiny):
     (elsewhere / "broken_reward.py").write_text("def reward(batch):\n    return [1 / 0]\n", encoding="utf-8")
-    with pytest.raises(RewardError, match=r"reward term 'broken': ZeroDivisionError: .*ArithmeticTask.*response"):
+    said = r"reward term 'broken': ZeroDivisionError: .*ArithmeticTask.*response"
+    with pytest.raises(RewardError, match=said) as caught:
         run_tiny("+reward.terms.broken.reward._target_=broken_reward.reward")
+    if sys.version_info >= (3, 11):
+        assert "the run has FAILED" in caught.value.__notes__[0]
+
+
+def test_a_run_whose_gradients_stay_broken_has_failed(elsewhere, run_tiny, capsys):
+    """NaN from iteration 2 on: not "stopped early", not exit code 0, not FINISHED."""
+    import mlflow
+
+    code = (
+        "from lightning_rlhf.module import PPOModule\n\n\n"
+        "class Broken(PPOModule):\n"
+        "    def micro_batch_loss(self, micro, metrics):\n"
+        "        loss = super().micro_batch_loss(micro, metrics)\n"
+        "        return loss * float('nan') if self.control.iteration >= 2 else loss\n"
+    )
+    (elsewhere / "broken_module.py").write_text(code, encoding="utf-8")
+    broken = ["module._target_=broken_module.Broken", "callbacks=minimal", "callbacks.gradient_monitor.max_nonfinite=3"]
+    assert run_tiny(*broken, "iterations=6", "logger=mlflow") == 1
+    error = capsys.readouterr().err
+    assert "FAILED: iteration 4: loss or gradient not finite in 3 steps in a row" in error
+    assert one_screen(error.split("FAILED: ")[1])
+    if sys.version_info >= (3, 11):
+        assert "newest checkpoint: " in error and "iteration_000001.ckpt" in error
+        assert f"to go on: lightning-rlhf train resume={elsewhere}/run" in error
+    [store] = elsewhere.rglob("mlflow.db")
+    client = mlflow.MlflowClient(f"sqlite:///{store}")
+    [run] = client.search_runs([client.get_experiment_by_name("lightning_rlhf").experiment_id])
+    assert run.info.status == "FAILED" and "not finite" in run.data.tags["failure"]
 
 
 def test_data_is_read_and_judged_before_weights_are_loaded(elsewhere, run_tiny, capsys, monkeypatch):

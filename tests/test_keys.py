@@ -204,6 +204,7 @@ SEEN_OTHERWISE = {
     *("output_dir", "run_name", "warmup.cache_dir", "trainer.deterministic"),
     *("resume", "branch"),  # test_resume_command.py: a run that goes on, a branch of it
     *("progress_every", "trainer.enable_progress_bar"),  # reporting/test_progress.py
+    "resume_on_other_data",  # data/test_fingerprint.py: other data is refused without it
     "rollout.max_staleness",  # rollout/test_ahead.py: a stale rollout is drawn again
     "model.policy.npu_fused",  # accelerators/test_npu_fused.py: layers are exchanged
     "trainer.accelerator",  # test_cli.py: an unknown one is refused

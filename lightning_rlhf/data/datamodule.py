@@ -11,6 +11,7 @@ import torch
 from lightning import LightningDataModule, Trainer
 from transformers import PreTrainedTokenizerBase
 
+from lightning_rlhf.data.fingerprint import differences, fingerprint
 from lightning_rlhf.data.prompts import EncodedPrompts, Prompt, PromptEncoder, collate, numbered
 from lightning_rlhf.data.sources import SOURCE_KEY, DataError, listed, open_source, read_rows
 from lightning_rlhf.experience import PromptBatch
@@ -41,14 +42,21 @@ class PromptStream:
         if batch % world:
             raise DataError(f"data.prompts_per_iteration = {batch} cannot be shared evenly by {world} processes")
         self.size, self.batch, self.seed, self.rank, self.world, self.shuffle = size, batch, seed, rank, world, shuffle
+        self.origin = (0, 0)
+        """A batch, and the position at which it begins: other batches lie before and behind it."""
         self._orders: dict[int, list[int]] = {}
 
     def __getitem__(self, c: int) -> list[tuple[int, int]]:
         """This rank's part of batch ``c``: pass and index of each prompt."""
         share = self.batch // self.world
-        start = c * self.batch + self.rank * share
+        start = self.position(c) + self.rank * share
         places = (divmod(position, self.size) for position in range(start, start + share))
         return [(data_pass, self._order(data_pass)[index]) for data_pass, index in places]
+
+    def position(self, c: int) -> int:
+        """Prompts drawn, over all ranks, before batch ``c``."""
+        batch, position = self.origin
+        return position + (c - batch) * self.batch
 
     def _order(self, data_pass: int) -> Sequence[int]:
         if not self.shuffle:
@@ -69,6 +77,7 @@ class PromptLoader:
     def __init__(self, prompts: Sequence[Prompt], stream: PromptStream, iterations: int) -> None:
         self.prompts, self.stream, self.iterations = prompts, stream, iterations
         self.consumed = 0
+        self.fingerprint = fingerprint(prompts, seed=stream.seed, shuffle=stream.shuffle)
 
     def __len__(self) -> int:
         """Batches of the whole run, those already handed out included (Lightning counts from the run's start)."""
@@ -84,22 +93,33 @@ class PromptLoader:
         drawn = self.stream[c]
         return collate([self.prompts[index] for _, index in drawn], [data_pass for data_pass, _ in drawn])
 
-    def state_dict(self) -> dict[str, int]:
-        return {"consumed": self.consumed, "prompts": len(self.prompts), "batch": self.stream.batch}
+    def state_dict(self) -> dict[str, Any]:
+        origin = list(self.stream.origin)
+        return {"consumed": self.consumed, "batch": self.stream.batch, "origin": origin, "data": self.fingerprint}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue behind the batches already handed out."""
-        self.consumed = state["consumed"]
-        now = self.state_dict()
-        if now != state:
-            log.warning(
-                "the checkpoint was made with %d training prompts in batches of %d, this run has %d in batches of %d: "
-                "some prompts of the pass it stopped in will be seen twice or not at all",
-                state["prompts"],
-                state["batch"],
-                now["prompts"],
-                now["batch"],
+    def load_state_dict(self, state: Mapping[str, Any], *, accept_other_data: bool = False) -> None:
+        """Continue behind the batches already handed out; with another batch size at the same prompt.
+
+        Args:
+            state: as :meth:`state_dict` gave it.
+            accept_other_data: go on where content, order or seed of the data differ, from its first batch on.
+
+        Raises:
+            DataError: the data differs, and that was not accepted.
+        """
+        changed = differences(state["data"], self.fingerprint)
+        if changed and not accept_other_data:
+            raise DataError(
+                f"data: the checkpoint was trained on other data: {'; '.join(changed)}. Give it the same data, or set "
+                "resume_on_other_data=true to go on with this one from its first batch"
             )
+        self.consumed, former = state["consumed"], tuple(state["origin"])
+        if changed:
+            self.stream.origin = (self.consumed, 0)
+            log.warning("going on with other data, from its first batch: %s", "; ".join(changed))
+        else:
+            reached = former[1] + (self.consumed - former[0]) * state["batch"]
+            self.stream.origin = former if state["batch"] == self.stream.batch else (self.consumed, reached)
 
 
 class ValidationLoader:
@@ -199,6 +219,8 @@ class PromptDataModule(LightningDataModule):
         )
         self._prompts: tuple[list[Prompt], list[Prompt]] | None = None
         self._loader: PromptLoader | None = None
+        self.accept_other_data = False
+        """Whether a checkpoint that was trained on other data may be resumed."""
         self.dropped: dict[str, int] = {}
         """Prompts dropped because they were too long, by setting (``train``, ``validation``)."""
 
@@ -291,9 +313,13 @@ class PromptDataModule(LightningDataModule):
         return {} if self._loader is None else self._loader.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue behind the batches already handed out; evaluation has no position to restore."""
+        """Continue behind the batches already handed out; evaluation has no position to restore.
+
+        Raises:
+            DataError: the checkpoint was trained on other data, and :attr:`accept_other_data` is not set.
+        """
         if self._loader is not None:
-            self._loader.load_state_dict(state_dict)
+            self._loader.load_state_dict(state_dict, accept_other_data=self.accept_other_data)
 
     def _place(self) -> tuple[int, int]:
         """Rank of this process and number of processes."""

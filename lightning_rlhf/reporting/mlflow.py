@@ -323,6 +323,21 @@ class RLMLFlowLogger(MLFlowLogger):
                 str(self.run_dir),
             )
 
+    def end_abandoned(self, reason: str, timeout: float) -> None:
+        """Set the status of a run of another process to FAILED if it is still RUNNING; see :func:`end_as_failed`."""
+        from mlflow import MlflowException
+
+        self.flush(timeout)
+        try:
+            if self._mlflow_client.get_run(self.run.ensure()).info.status != "RUNNING":
+                return
+        except MlflowException:
+            log.debug("the server is away; it is told later", exc_info=True)
+        self._log.append({"kind": "tags", "values": {"failure": cut(reason, LONGEST_TAG)}})
+        self._log.append({"kind": "status", "status": "FAILED", "time": _now()})
+        self._courier.wake()
+        self.flush(timeout)
+
     def flush(self, timeout: float | None = None) -> bool:
         """Try to send everything now; whether all has arrived within ``timeout`` seconds (else ``flush_timeout``)."""
         return self._courier.flush(self.flush_timeout if timeout is None else timeout)
@@ -354,6 +369,15 @@ def send_spooled(run_dir: str | Path, timeout: float = 600.0) -> bool:
     if RunRecord.read(run_dir) is None:
         raise FileNotFoundError(f"{Path(run_dir) / FOLDER / 'run.json'}: no MLflow run is recorded there")
     return RLMLFlowLogger(run_dir, resume_from=run_dir).flush(timeout)
+
+
+def end_as_failed(run_dir: str | Path, reason: str, timeout: float = 30.0) -> None:
+    """Record that a run failed whose own process could not: it was killed, or waits for one that was.
+
+    Nothing is done where no MLflow run is recorded in the folder, or the run has ended already.
+    """
+    if RunRecord.read(run_dir) is not None:
+        RLMLFlowLogger(run_dir, resume_from=run_dir).end_abandoned(reason, timeout)
 
 
 # --- helpers ---------------------------------------------------------------------------------------------------------

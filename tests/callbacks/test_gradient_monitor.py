@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightning_rlhf.callbacks import GradientMonitor
+from lightning_rlhf.control import TrainingFailed
 from lightning_rlhf.module import PPOModule
 from tests.support import fit, minibatch_stats, resume_equals_whole, same, tiny_module, update_stats, weights
 
@@ -21,7 +22,8 @@ class Control:
     def report(self, name: str, value: float) -> None:
         self.reported[name] = value
 
-    def stop_training(self, reason: str) -> None:
+    def stop_training(self, reason: str, *, failed: bool) -> None:
+        assert failed
         self.calls.append(reason)
 
     def stop_epochs(self, reason: str) -> None:
@@ -80,9 +82,9 @@ def test_a_real_run_logs_the_averages_and_stops_on_nan() -> None:
             return loss * float("nan") if self.control.iteration == 2 else loss
 
     module = tiny_module(cls=Poisoned, iterations=5)
-    with pytest.warns(UserWarning, match="not finite"):
-        trainer = fit(module, [GradientMonitor(max_nonfinite=2)])
-    assert module.control.iteration == 2 and trainer.callback_metrics["grad_norm/actor_average"] > 0
+    with pytest.warns(UserWarning, match="not finite"), pytest.raises(TrainingFailed, match="iteration 2"):
+        fit(module, [GradientMonitor(max_nonfinite=2)])
+    assert module.control.iteration == 2 and module.trainer.callback_metrics["grad_norm/actor_average"] > 0
     assert all(tensor.isfinite().all() for tensor in weights(module).values())
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_rlhf.callbacks import KLEarlyStop
+from lightning_rlhf.control import TrainingFailed
 from tests.support import (
     FAST,
     DecisionLog,
@@ -66,7 +67,8 @@ def test_without_rollback_the_hard_limit_only_ends_the_epochs() -> None:
 
 def test_patience_stops_the_run_and_is_kept_in_checkpoints() -> None:
     module = tiny_module(iterations=6, **FAST)
-    fit(module, [KLEarlyStop(target=1e-4, patience=2)])
+    with pytest.raises(TrainingFailed):
+        fit(module, [KLEarlyStop(target=1e-4, patience=2)])
     assert module.control.iteration == 2 and "2 iterations in a row" in (module.control.training_stopped or "")
     callback, resumed = KLEarlyStop(target=0.02, patience=3), KLEarlyStop(target=0.02, patience=3)
     callback.on_update_end(None, module, update_stats(kl_old=0.04))  # type: ignore[arg-type]

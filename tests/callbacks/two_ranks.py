@@ -5,6 +5,7 @@ Both train one model under DDP. What is made to happen happens on one of them; e
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from lightning_rlhf.callbacks import (
     OOMGuard,
     RLHFCallback,
 )
+from lightning_rlhf.control import TrainingFailed
 from lightning_rlhf.module import PPOModule
 from lightning_rlhf.rewards import RewardBatch
 from tests.support import DecisionLog, fit, prompts, tiny_module, weights
@@ -62,7 +64,8 @@ def run(callbacks: list[RLHFCallback], **settings: Any) -> dict[str, Any]:
     """Everything the ranks must agree on after a run of three iterations, and whether any weight moved."""
     module, log = tiny_module(**{"iterations": 3, "update": {"minibatch_size": 16}, **settings}), DecisionLog()
     before = weights(module)
-    fit(module, callbacks, data=prompts(module, per_iteration=16), logger=log, **BOTH)
+    with suppress(TrainingFailed):
+        fit(module, callbacks, data=prompts(module, per_iteration=16), logger=log, **BOTH)
     moved = any(not torch.equal(before[name], weight) for name, weight in weights(module).items())
     decided = [(row["iteration"], row["update"], row["verb"]) for row in log.rows]
     return {

@@ -1,0 +1,56 @@
+"""What training data a position belongs to: content, order, and how batches are drawn from it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_rlhf.data.prompts import Prompt
+
+
+def fingerprint(prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> dict[str, Any]:
+    """Plain values that differ where another run would draw other prompts.
+
+    Rows count as they are in the data, answers included; where they lie (columns that begin with ``_``) does not.
+
+    Args:
+        prompts: those trained on, in the data's order.
+        seed: of the order.
+        shuffle: whether each pass has an order of its own.
+    """
+    rows = [_digest(prompt) for prompt in prompts]
+    return {
+        "prompts": len(rows),
+        "rows": _joined(sorted(rows)),
+        "order": _joined(rows),
+        "shuffle": shuffle,
+        "seed": seed if shuffle else None,
+    }
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What another run would see differently, in words; empty if nothing."""
+    found = []
+    if before["prompts"] != now["prompts"]:
+        found.append(f"{before['prompts']} training prompts then, {now['prompts']} now")
+    elif before["rows"] != now["rows"]:
+        found.append(f"other rows, though as many ({now['prompts']})")
+    elif before["order"] != now["order"]:
+        found.append("the same rows in another order")
+    if before["shuffle"] != now["shuffle"]:
+        found.append(f"data.shuffle was {str(before['shuffle']).lower()}, is {str(now['shuffle']).lower()}")
+    elif before["seed"] != now["seed"]:
+        found.append(f"the seed of the order was {before['seed']}, is {now['seed']}")
+    return found
+
+
+def _digest(prompt: Prompt) -> bytes:
+    row = {name: value for name, value in prompt.row.items() if not name.startswith("_")}
+    text = json.dumps(row, sort_keys=True, ensure_ascii=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def _joined(parts: Sequence[bytes]) -> str:
+    return hashlib.blake2b(b"".join(parts), digest_size=16).hexdigest()

@@ -1,0 +1,68 @@
+"""A run goes on with the data it was trained on, or says what differs."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_rlhf.data import PromptDataModule
+from lightning_rlhf.data.sources import DataError
+from tests.data.test_datamodule import batches, data, rows, tokenizer  # noqa: F401
+
+ROWS = [{"prompt": f"question {i}", "answer": str(i)} for i in range(6)]
+OTHER = [{"prompt": f"task {i}", "answer": str(i)} for i in range(6)]
+
+
+def resumed(module: PromptDataModule, state: dict, *, accept: bool = False) -> PromptDataModule:
+    module.setup("fit")
+    module.accept_other_data = accept
+    module.load_state_dict(state)
+    return module
+
+
+@pytest.fixture
+def state(tokenizer):  # noqa: F811
+    """Of a run over six prompts in batches of four, after two of five batches."""
+    module = data(tokenizer, ROWS)
+    module.setup("fit")
+    return module.state_dict() | {"consumed": 2}
+
+
+CHANGES = {
+    "prompts": (OTHER, {}, "other rows, though as many (6)"),
+    "answers": ([row | {"answer": "9"} for row in ROWS], {}, "other rows, though as many (6)"),
+    "order": (ROWS[::-1], {}, "the same rows in another order"),
+    "count": (ROWS[:5], {}, "6 training prompts then, 5 now"),
+    "shuffle": (ROWS, {"shuffle": False}, "data.shuffle was true, is false"),
+    "seed": (ROWS, {"seed": 8}, "the seed of the order was 1, is 8"),
+}
+
+
+@pytest.mark.parametrize(("given", "settings", "said"), CHANGES.values(), ids=CHANGES.keys())
+def test_other_data_of_the_same_size_is_refused_with_what_differs(tokenizer, state, given, settings, said):  # noqa: F811
+    with pytest.raises(DataError) as caught:
+        resumed(data(tokenizer, given, **settings), state)
+    assert said in str(caught.value) and "resume_on_other_data=true" in str(caught.value)
+
+
+def test_accepted_data_begins_with_its_first_batch_and_goes_on_so(tokenizer, state):  # noqa: F811
+    fresh = [batch.texts for batch in batches(data(tokenizer, OTHER))]
+    module = resumed(data(tokenizer, OTHER), state, accept=True)
+    assert [batch.texts for batch in module.train_dataloader()] == fresh[:3], "batches 3 to 5 of the run"
+    later = resumed(data(tokenizer, OTHER), module.state_dict() | {"consumed": 4})
+    assert [batch.texts for batch in later.train_dataloader()] == fresh[2:3], "a second resume needs no key"
+
+
+def test_another_batch_size_goes_on_at_the_same_prompt(tokenizer, state):  # noqa: F811
+    """Two batches of four are behind us; the next two of three are the prompts 8 to 13 of the stream."""
+    one_by_one = data(tokenizer, ROWS, prompts_per_iteration=1, iterations=14)
+    single = [text for batch in batches(one_by_one) for text in batch.texts]
+    module = resumed(data(tokenizer, ROWS, prompts_per_iteration=3, iterations=4), state)
+    assert [text for batch in module.train_dataloader() for text in batch.texts] == single[8:14]
+
+
+def test_where_the_rows_lie_does_not_matter(tokenizer, state, tmp_path):  # noqa: F811
+    import json
+
+    file = tmp_path / "moved.jsonl"
+    file.write_text("\n".join(json.dumps(row) for row in ROWS), encoding="utf-8")
+    resumed(data(tokenizer, str(file)), state)

@@ -1,0 +1,327 @@
+"""Ctrl-C and SIGTERM, sent to real processes: what is left, what is said, which exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_rlhf.ending import how_to_go_on, resume_command
+from lightning_rlhf.interruption import Interrupted, Signals, passed_on, signals
+
+BIN = Path(sys.executable).parent
+SECONDS = 240
+"""No wait is longer; none is decided by the clock."""
+
+TINY = [
+    "model.source.hidden_size=32",
+    "model.source.layers=1",
+    "model.source.heads=2",
+    "threads=1",
+    "callbacks=checkpoint",
+    "data=jsonl",
+    "data.train.path=prompts.jsonl",
+    "data.validation=null",
+    "data.prompts_per_iteration=4",
+    "reward=exact_match",
+    "module.update.minibatch_size=4",
+    "module.update.epochs=1",
+    "rollout.max_new_tokens=4",
+    "trainer.enable_progress_bar=false",
+]
+CALLBACK = '''
+import os, time
+from pathlib import Path
+from lightning_rlhf.callbacks import RLHFCallback
+from lightning_rlhf.interruption import signals
+
+class Waits(RLHFCallback):
+    """Says that an event is reached, and stays there until a signal has come."""
+
+    def __init__(self, event, iteration, until="noted"):
+        self.event, self.iteration, self.until = event, iteration, until
+
+    def on_rollout_start(self, trainer, module, prompts):
+        self.at("rollout", module)
+
+    def on_minibatch_end(self, trainer, module, stats):
+        self.at("update", module)
+
+    def on_validation_start(self, trainer, module):
+        self.at("evaluation", module)
+
+    def at(self, event, module):
+        if (event, module.control.iteration) != (self.event, self.iteration):
+            return
+        Path(f"reached_{os.environ.get('RANK', '0')}").touch()
+        while self.until == "for ever" or not signals().received:
+            time.sleep(0.02)
+
+def warm_up(**arguments):
+    Path("reached_0").touch()
+    while True:
+        time.sleep(0.02)
+'''
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    rows = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(8)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    (tmp_path / "mine.py").write_text(CALLBACK, encoding="utf-8")
+    return tmp_path
+
+
+def waits(event: str, iteration: int, until: str = "noted") -> str:
+    return f"+callbacks.waits={{_target_: mine.Waits, event: {event}, iteration: {iteration}, until: {until}}}"
+
+
+class Command:
+    """A command in a process of its own, in a folder; its output goes to files."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.folder = folder
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD_SIZE", "TORCHELASTIC"))}
+        for leftover in folder.glob("reached_*"):
+            leftover.unlink()
+        with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
+            self.process = subprocess.Popen(
+                [str(BIN / "lightning-rlhf"), *arguments],
+                cwd=folder,
+                stdout=out,
+                stderr=err,
+                env=environment | {"OMP_NUM_THREADS": "1"},
+                # A shell lets its background jobs ignore SIGINT, and those of a test, too.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+            )
+
+    def wait_for(self, there: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + SECONDS
+        while not there():
+            assert self.process.poll() is None, f"it has ended\n{self.said}"
+            assert time.monotonic() < deadline, f"still not there\n{self.said}"
+            time.sleep(0.02)
+
+    def reached(self, ranks: int = 1) -> None:
+        self.wait_for(lambda: all((self.folder / f"reached_{rank}").exists() for rank in range(ranks)))
+
+    def send(self, signum: int) -> None:
+        self.process.send_signal(signum)
+
+    def end(self) -> int:
+        try:
+            return self.process.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it does not end\n{self.said}") from None
+        finally:
+            self.process.kill()
+
+    @property
+    def said(self) -> str:
+        return (self.folder / "out").read_text() + (self.folder / "err").read_text()
+
+
+def train(folder: Path, *arguments: str) -> Command:
+    return Command(folder, "train", "hydra.run.dir=run", "iterations=5", *TINY, *arguments)
+
+
+def kept(folder: Path) -> list[int]:
+    return sorted(int(path.stem[-6:]) for path in folder.glob("*.ckpt"))
+
+
+def status(folder: Path) -> str:
+    """Of the only tracked run."""
+    import mlflow
+
+    client = mlflow.MlflowClient(f"sqlite:///{folder}/mlflow/mlflow.db")
+    [run] = client.search_runs([client.get_experiment_by_name("lightning_rlhf").experiment_id])
+    return run.info.status
+
+
+# --- one process -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_signal_in_the_rollout_writes_the_iteration_before_and_the_printed_command_goes_on(folder: Path) -> None:
+    run = train(folder, "warmup=none", waits("rollout", 4))
+    run.reached()
+    run.send(signal.SIGINT)
+    assert run.end() == 130, run.said
+    output = folder / "run"
+    assert kept(output / "checkpoints") == [1, 3]
+    last = (folder / "out").read_text().splitlines()
+    command = f"lightning-rlhf train resume={output}"
+    assert last[-4:] == [
+        "stopped by SIGINT",
+        f"output folder: {output}",
+        f"newest checkpoint: {output}/checkpoints/iteration_000003.ckpt",
+        f"to go on: {command}",
+    ]
+    assert status(folder) == "KILLED"
+
+    # The same settings given again: the checkpoint is what is looked at here.
+    again = Command(folder, *shlex.split(command)[1:], "hydra.run.dir=resumed", "iterations=5", "warmup=none", *TINY)
+    whole = Command(folder, "train", "hydra.run.dir=whole", "iterations=5", "warmup=none", "logger=none", *TINY)
+    assert again.end() == whole.end() == 0
+    left, right = (
+        torch.load(folder / name / "checkpoints" / "iteration_000005.ckpt", weights_only=True)
+        for name in ("resumed", "whole")
+    )
+    torch.testing.assert_close(left["state_dict"], right["state_dict"], rtol=0, atol=0)
+    states = [saved["optimizer_states"][0]["state"] for saved in (left, right)]
+    torch.testing.assert_close(*states, rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_a_signal_in_the_update_finishes_the_iteration_and_a_second_one_does_not(folder: Path) -> None:
+    once = train(folder, "warmup=none", "logger=none", waits("update", 3))
+    once.reached()
+    once.send(signal.SIGTERM)
+    assert once.end() == 143, once.said
+    assert "finishing iteration 3; press Ctrl-C again to stop now" in once.said
+    assert kept(folder / "run" / "checkpoints") == [1, 3]
+
+    twice = train(folder, "warmup=none", "logger=none", "hydra.run.dir=twice", waits("update", 3, "for ever"))
+    twice.reached()
+    twice.send(signal.SIGINT)
+    twice.wait_for(lambda: "finishing iteration 3" in twice.said)
+    twice.send(signal.SIGINT)
+    assert twice.end() == 130, twice.said
+    assert kept(folder / "twice" / "checkpoints") == [1]
+    assert "newest checkpoint: " in twice.said and "iteration_000001.ckpt" in twice.said
+
+
+@pytest.mark.slow
+def test_before_anything_is_trained_there_is_nothing_to_go_on_from(folder: Path) -> None:
+    """In the warm-up, in the evaluation before training, and in an evaluation by `eval`."""
+    warm = train(folder, "logger=none", "warmup={_target_: mine.warm_up}")
+    warm.reached()
+    warm.send(signal.SIGTERM)
+    assert warm.end() == 143, warm.said
+    assert "no checkpoint yet: nothing to go on from" in warm.said
+
+    held_out = ["data.validation={_target_: lightning_rlhf.data.JSONLSource, path: prompts.jsonl}"]
+    first = train(folder, "warmup=none", *held_out, waits("evaluation", 0, "for ever"))
+    first.reached()
+    first.send(signal.SIGINT)
+    assert first.end() == 130, first.said
+    assert "no checkpoint yet" in first.said and "Traceback" not in first.said
+    assert status(folder) == "KILLED"
+
+
+@pytest.mark.slow
+def test_a_sweep_ends_as_a_whole(folder: Path) -> None:
+    arguments = [
+        "train",
+        "--multirun",
+        "hydra.sweep.dir=sweep",
+        "seed=1,2",
+        "iterations=3",
+        "warmup=none",
+        "logger=none",
+    ]
+    sweep = Command(folder, *arguments, *TINY, waits("rollout", 2))
+    sweep.reached()
+    sweep.send(signal.SIGINT)
+    assert sweep.end() == 130, sweep.said
+    assert kept(folder / "sweep" / "0" / "checkpoints") == [1]
+    assert not (folder / "sweep" / "1").exists()
+
+
+# --- several processes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("event", "left"), [("rollout", [1, 2]), ("update", [1, 3])])
+def test_two_processes_agree_where_they_stop(folder: Path, event: str, left: list[int]) -> None:
+    run = train(folder, "warmup=none", "trainer=ddp", "trainer.devices=2", waits(event, 3))
+    run.reached(ranks=2)
+    run.send(signal.SIGTERM)
+    assert run.end() == 143, run.said
+    assert kept(folder / "run" / "checkpoints") == left
+    assert run.said.count("to go on: lightning-rlhf train resume=") == 1
+    assert not (folder / "run" / "stop_request").exists()
+    assert status(folder) == "KILLED"
+
+
+@pytest.mark.slow
+def test_ray_workers_stop_between_two_iterations(folder: Path) -> None:
+    pytest.importorskip("ray")
+    small = ["+trainer.ray.init={num_cpus: 2, include_dashboard: false, object_store_memory: 100000000}"]
+    run = train(folder, "warmup=none", "trainer=ray", *small, waits("update", 2))
+    run.reached(ranks=2)
+    run.send(signal.SIGINT)
+    assert run.end() == 130, run.said
+    assert kept(folder / "run" / "checkpoints") == [1, 2]
+    assert "to go on: lightning-rlhf train resume=" in run.said
+    assert status(folder) == "KILLED"
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_signal_raises_at_once_unless_something_is_held() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with Signals() as own:
+        assert signals() is own
+        with pytest.raises(Interrupted) as caught:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
+        assert caught.value.code == 143 and str(caught.value) == "SIGTERM"
+    assert signal.getsignal(signal.SIGTERM) is before and signals() is not own
+
+
+def test_what_is_held_is_finished_and_a_second_signal_is_not_held(capfd: pytest.CaptureFixture) -> None:
+    with Signals() as own:
+        own.hold("finishing iteration 7")
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert own.received == signal.SIGTERM
+        assert "finishing iteration 7" in capfd.readouterr().err
+        with pytest.raises(Interrupted):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
+
+
+def test_a_signal_that_was_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with Signals() as own:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert own.received == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_request_by_file_is_a_signal(tmp_path: Path) -> None:
+    (tmp_path / "stop_request").write_text("15")
+    with pytest.raises(Interrupted, match="SIGTERM"), Signals(tmp_path / "stop_request"):
+        time.sleep(30)
+
+
+def test_the_process_that_started_others_writes_the_request_and_takes_it_away(tmp_path: Path) -> None:
+    with passed_on(tmp_path) as own:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (tmp_path / "stop_request").read_text() == "15" and own.received == 15
+    assert not (tmp_path / "stop_request").exists()
+
+
+@pytest.mark.parametrize("name", ["run", "lr=0.1,seed=2", "my run", "it's", 'a"b', "a\\b"])
+def test_the_printed_command_is_read_as_it_is_meant(tmp_path: Path, name: str) -> None:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    (tmp_path / name / "checkpoints").mkdir(parents=True)
+    (tmp_path / name / "checkpoints" / "iteration_000004.ckpt").touch()
+    lines = how_to_go_on({"output_dir": str(tmp_path / name), "callbacks": None, "resume": None})
+    command = lines[-1].removeprefix("to go on: ")
+    assert command == resume_command(tmp_path / name)
+    [override] = OverridesParser.create().parse_overrides(shlex.split(command)[2:])
+    assert override.value() == str(tmp_path / name)
