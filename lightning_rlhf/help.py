@@ -69,7 +69,7 @@ examples
 """
 
 EXPORT = """\
-lightning-rlhf export checkpoint=RUN_OR_FILE output=FOLDER [force=true] [perturbation=true]
+lightning-rlhf export checkpoint=RUN_OR_FILE output=FOLDER [force=true] [perturbation=true] [model....=...]
 
 Writes the trained policy as a Hugging Face folder: weights (LoRA merged), configuration, tokenizer, chat template.
 
@@ -77,6 +77,7 @@ Writes the trained policy as a Hugging Face folder: weights (LoRA merged), confi
   output=              the folder to write; whole or absent afterwards
   force=true           replaces a folder that is not empty
   perturbation=true    adds the noise that ALP has trained with
+  model.source.path=   where the base model is now, if it was moved
 
 examples
   lightning-rlhf export checkpoint=outputs/2026-01-31/12-00-00 output=my-model

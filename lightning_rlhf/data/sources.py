@@ -248,8 +248,8 @@ def parse_line(line: bytes, place: str) -> Row:
     try:
         text = line.removeprefix(codecs.BOM_UTF8).decode("utf-8").rstrip()
     except UnicodeDecodeError as error:
-        around = line[max(0, error.start - 30) : error.start + 30]
-        raise DataError(f"{place}: not UTF-8 text ({error.reason} at byte {error.start + 1}): {around!r}") from error
+        found = line[max(0, error.start - 30) : error.start + 30]
+        raise DataError(f"{place}: not UTF-8 text ({error.reason} at byte {error.start + 1}): {found!r}") from error
     try:
         row = json.loads(text)
     except json.JSONDecodeError as error:
