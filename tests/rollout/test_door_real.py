@@ -182,6 +182,21 @@ def test_without_the_token_the_trainer_says_what_is_missing(server, monkeypatch)
     engine.close()
 
 
+def test_tokens_from_logits_that_are_nan_have_no_log_probability(server, token_file, make_prompts):
+    """The last one: what NaN has touched in vLLM's cache may come up again."""
+    tiny = build_tiny("0123456789+-*= ", **MODEL)
+    engine = VLLMServerEngine([server.url], max_new_tokens=8, token_file=str(token_file))
+    with torch.no_grad():
+        tiny.lm.get_input_embeddings().weight[2] = float("nan")
+    try:
+        engine.setup(tiny.lm, tiny.tokenizer)
+        engine.update_weights(1)
+        rollout = engine.generate(make_prompts([3, 12, 4], [2, 12, 4]), samples=1, max_new_tokens=8, seed=5)
+    finally:
+        engine.close()
+    assert rollout.rollout_logprobs[1][rollout.response_mask[1]].isnan().all()
+
+
 def _session(leader: int) -> list[int]:
     """The processes of a session."""
     found = []
