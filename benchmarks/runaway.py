@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import csv
 import logging
+import math
 import statistics
 import tempfile
 import warnings
@@ -45,7 +46,7 @@ class Curve(Callback):
             {
                 "iteration": float(metrics["clock/iteration"]),
                 "reward": float(metrics["reward/mean"]),
-                "kl_ref": float(metrics["kl/ref"]),
+                "kl_ref": float(metrics.get("kl/ref", math.nan)),
                 "epochs_used": float(metrics["ppo/epochs_used"]),
                 "lr_scale": float(metrics["knob/lr_scale"]),
             }

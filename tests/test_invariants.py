@@ -12,8 +12,11 @@ import torch
 from lightning_rlhf.callbacks import RLHFCallback
 from lightning_rlhf.experience import Experience, MiniBatch, split_by_tokens
 from lightning_rlhf.metrics.batch import MetricBatch
+from lightning_rlhf.metrics.moments import RunningMoments
 from lightning_rlhf.module import ActorCriticModule, PPOModule
 from lightning_rlhf.rewards import RewardBatch
+from lightning_rlhf.scoring import compute_advantages
+from lightning_rlhf.settings import PPOSettings
 from tests.support import Recorder, fit, prompts, same, tiny_module, tiny_policy, weights
 
 POLICIES = {
@@ -222,6 +225,24 @@ def test_constant_rewards_give_finite_numbers(estimator: str, normalise: str) ->
     trainer = fit(module)
     assert all(math.isfinite(value) for value in trainer.callback_metrics.values())
     assert all(tensor.isfinite().all() for tensor in weights(module).values())
+
+
+@pytest.mark.parametrize(("placement", "beta"), [("loss", 0.1), ("loss", 0.0), ("reward", 0.0)])
+def test_an_infinite_kl_that_takes_nothing_from_the_reward_is_a_penalty_of_0(
+    experience: Experience, placement: str, beta: float
+) -> None:
+    """A token to which the reference gives no probability: 0 times infinity was NaN in kl/reward_penalty."""
+    estimator = "k2" if placement == "loss" else "k1"
+    settings = PPOSettings.from_blocks(kl={"placement": placement, "estimator": estimator})
+    experience.require("ref_logprobs")[0, 0] = -math.inf
+    metrics = MetricBatch()
+    compute_advantages(experience, settings, beta, RunningMoments(), metrics)
+    numbers = metrics.compute()
+    assert numbers["kl/reward_penalty"] == 0
+    assert numbers["kl/ref"] == math.inf, "it is measured, and said"
+    if not beta:
+        assert numbers["reward/total_with_kl"] == pytest.approx(experience.require("scores").mean().item())
+    assert experience.require("advantages").isfinite().all() and experience.require("returns").isfinite().all()
 
 
 def test_one_sample_gives_finite_numbers() -> None:

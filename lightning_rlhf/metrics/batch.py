@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from lightning_rlhf.functional.stats import all_reduce_max, all_reduce_sum
+from lightning_rlhf.functional.stats import all_reduce_max, all_reduce_sum, deviation_of_sums
 
 
 class MetricBatch:
@@ -59,8 +59,7 @@ class MetricBatch:
             elif kind == "total" and (count := sums[name, "count"]):
                 result[name] = value / count
             elif kind == "std_total" and (count := sums[name, "std_count"]):
-                spread = sums[name, "std_square"] - value * value / count
-                result[name] = math.sqrt(max(spread, 0.0) / max(count - 1.0, 1.0)) if math.isfinite(spread) else spread
+                result[name] = deviation_of_sums(value, sums[name, "std_square"], count)
         for (name, kind), value in maxima.items():
             if value != -math.inf:
                 result[name] = -value if kind == "min" else value

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.functional.correction import Correction
+from lightning_rlhf.functional.stats import deviation_of_sums
 
 Numbers = dict[str, float]
 
@@ -53,7 +54,7 @@ def _off_policy_numbers(sums: Numbers, maxima: Numbers, n: float, rows: float) -
     per_row = {name: value / rows for name, value in sums.items()}
     numbers = {
         "rollout_probs_diff_mean": mean["gap"],
-        "rollout_probs_diff_std": _std(sums["gap"], sums["gap2"], sums["n"]),
+        "rollout_probs_diff_std": deviation_of_sums(sums["gap"], sums["gap2"], n),
         "kl": -mean["l"],
         "k3_kl": mean["k3"],
         "training_ppl": per_row["ppl"],
@@ -94,7 +95,7 @@ def _spread_numbers(
         "mean": part["total"] / n,
         "max": part["max"],
         "min": -part["-min"],
-        "std": math.sqrt(max(off2 - off**2, 0.0)) if math.isfinite(off2) else off2,
+        "std": deviation_of_sums(part["off"], part["off2"], n, unbiased=False),
         f"{fraction}_high": part[high] / units,
         f"{fraction}_low": part[low] / units,
     }
@@ -105,7 +106,7 @@ def _spread_numbers(
         highest, lowest = part["seq_max"], -part["-seq_min"]
         numbers |= {
             "seq_mean": part["seq"] / rows + ideal,
-            "seq_std": _std(part["seq"], part["seq2"], rows),
+            "seq_std": deviation_of_sums(part["seq"], part["seq2"], rows),
             "seq_max": highest,
             "seq_min": lowest,
             "seq_max_deviation": max(abs(highest - ideal), abs(lowest - ideal)),
@@ -113,12 +114,6 @@ def _spread_numbers(
             "seq_fraction_low": part["seq_low"] / rows,
         }
     return {f"{prefix}{name}": value for name, value in numbers.items()}
-
-
-def _std(total: float, squares: float, count: float) -> float:
-    """Unbiased standard deviation; 0 for fewer than two."""
-    spread_ = squares - total * total / max(count, 1.0)
-    return math.sqrt(max(spread_, 0.0) / max(count - 1.0, 1.0)) if math.isfinite(spread_) else spread_
 
 
 def quantiles(values: Tensor, percents: tuple[int, ...]) -> Tensor:

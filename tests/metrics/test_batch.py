@@ -33,6 +33,23 @@ def test_nan_on_a_valid_element_is_reported() -> None:
     assert all(math.isnan(value) for value in batch.compute().values())
 
 
+@pytest.mark.parametrize("value", [0.35, 12345.67, 1e30])
+def test_equal_elements_have_no_deviation(value: float) -> None:
+    """The rounding of squares made 1.8e-4 of scores of 12345.67, one float32 step is no spread either."""
+    for scores in (torch.full((8,), value), torch.full((1,), value)):
+        batch = MetricBatch()
+        batch.mean("mean", scores, std="std")
+        assert batch.compute()["std"] == 0.0
+
+
+def test_a_small_deviation_on_a_large_mean_is_that_of_float64() -> None:
+    scores = 12345.67 + 0.05 * torch.randn(64, generator=torch.Generator().manual_seed(0))
+    batch = MetricBatch()
+    for part in scores.split(7):
+        batch.mean("mean", part, std="std")
+    assert batch.compute()["std"] == pytest.approx(scores.double().std().item(), rel=1e-4)
+
+
 def test_nothing_measured_is_absent_and_a_sum_of_nothing_is_zero() -> None:
     batch = MetricBatch()
     batch.mean("mean", torch.ones(2), torch.zeros(2, dtype=torch.bool), std="std")
