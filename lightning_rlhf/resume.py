@@ -385,9 +385,9 @@ def from_command(words: Sequence[str], shared: str | None = None) -> tuple[list[
     if any(word.partition("=")[0] in looking for word in words) or "hydra.mode=MULTIRUN" in words:
         return list(words), None
     new = Composition.of_command(words)
-    place, folder = value_of(new.overrides, "resume"), value_of(words, "hydra.run.dir") or shared
+    place, folder = value_of(new.overrides, "resume"), value_of(words, "hydra.run.dir")
     if place == "latest":
-        found = latest_valid(Path(folder) / "checkpoints") if folder else None
+        found = latest_valid(Path(folder or shared) / "checkpoints") if folder or shared else None  # type: ignore[arg-type]
         place = None if found is None else str(found)
     if place is None:
         return list(words), None
