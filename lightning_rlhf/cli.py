@@ -89,6 +89,7 @@ def _run(verb: Callable[[list[str]], None], arguments: list[str], full_errors: b
 
 def _train(arguments: list[str]) -> None:
     import hydra
+    from hydra.core.hydra_config import HydraConfig
 
     from lightning_rlhf.searchpath import register
 
@@ -103,7 +104,7 @@ def _train(arguments: list[str]) -> None:
         # Also under hydra.job.chdir=true: relative paths of data and models are those of the command.
         os.chdir(hydra.utils.get_original_cwd())
         try:
-            first_look(config)  # what follows imports for many seconds
+            first_look(config, HydraConfig.get().overrides.task)  # what follows imports for many seconds
             if str(config.rollout.get("_target_")).endswith("VLLMEngine"):
                 quiet_libraries()
             from lightning_rlhf.train import train
