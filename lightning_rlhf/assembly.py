@@ -213,12 +213,15 @@ def building(block: str) -> Iterator[None]:
         cause = error.__cause__ if isinstance(error, InstantiationException) and error.__cause__ else error
         expected = isinstance(cause, (ValueError, OSError, ImportError))
         text = str(cause) if expected else f"{type(cause).__name__}: {cause}"
-        raise InputError(text if names_its_key(text, block) else f"{block}: {text}") from error
+        raise InputError(with_key(text, block)) from error
 
 
-def names_its_key(text: str, block: str) -> bool:
-    """Whether a message begins with the block it is about, or a key of it."""
-    return re.match(rf"{re.escape(block)}[.:\s]", f"{text} ") is not None
+def with_key(text: str, block: str) -> str:
+    """A message of a constructor with the key of the configuration that it is about in front, once."""
+    if re.match(rf"{re.escape(block)}[.:\s]", f"{text} "):
+        return text
+    argument = re.match(r"model (\w+ = .*)", text, re.DOTALL)  # the parts of a model do not know their block
+    return f"{block}.{argument[1]}" if argument else f"{block}: {text}"
 
 
 def _functions_as_objects(node: Any) -> Any:

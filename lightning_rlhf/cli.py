@@ -98,6 +98,7 @@ def _run(verb: Callable[[list[str]], None], arguments: list[str], full_errors: b
 
 def _train(arguments: list[str]) -> None:
     import hydra
+    from hydra.core.hydra_config import HydraConfig
 
     from lightning_rlhf.searchpath import register
     from lightning_rlhf.sweep import Jobs
@@ -119,7 +120,7 @@ def _train(arguments: list[str]) -> None:
         try:
             with jobs.one():
                 _refuse_missing_options()
-                first_look(config)  # what follows imports for many seconds
+                first_look(config, HydraConfig.get().overrides.task)  # what follows imports for many seconds
                 if str(config.rollout.get("_target_")).endswith("VLLMEngine"):
                     quiet_libraries()
                 from lightning_rlhf.train import train

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from glob import glob
 from typing import Any
@@ -27,7 +27,7 @@ from lightning_rlhf.locate import locate
 from lightning_rlhf.settings import PPOSettings, SettingError, build
 from lightning_rlhf.shipped import comment, flatten, shipped_keys
 from lightning_rlhf.trainer_settings import processes_of, wrong_trainer_options
-from lightning_rlhf.verl import VerlBlockError, adopt
+from lightning_rlhf.verl import VerlBlockError, adopt, outvoted, pasted_name
 
 log = logging.getLogger(__name__)
 
@@ -59,11 +59,13 @@ def check(config: DictConfig) -> dict[str, Any]:
     Raises:
         ConfigError: with every problem found, not only the first.
     """
-    plain, notes = _plain(config)
+    given = _containers(config)
+    plain, notes = _adopted(given)
     for note in notes:
         log.info(note)
     _refuse(
         plain,
+        given,
         top_level,
         blocks,
         targets,
@@ -78,22 +80,29 @@ def check(config: DictConfig) -> dict[str, Any]:
     return plain
 
 
-def first_look(config: DictConfig) -> None:
+def first_look(config: DictConfig, typed: Sequence[str] = ()) -> None:
     """Refuse what can be seen to be wrong before PyTorch and the other libraries are imported, which takes long.
+
+    Args:
+        config: as composed by Hydra.
+        typed: the overrides of the command line, if there was one.
 
     Raises:
         ConfigError: as :func:`check`, which looks at everything.
     """
-    plain, _ = _plain(config)
-    _refuse(
-        plain, top_level, blocks, declared_arguments, kinds, module_settings, trainer_options, numbers, combinations
-    )
+    given = _containers(config)
+    lost = [Problem(error.key, error.value, error.allowed) for error in outvoted(typed, given)]
+    if lost:
+        raise ConfigError(lost)
+    plain, _ = _adopted(given)
+    keys = (top_level, blocks, declared_arguments)
+    _refuse(plain, given, *keys, kinds, module_settings, trainer_options, numbers, combinations)
 
 
-def _plain(config: DictConfig) -> tuple[dict[str, Any], list[str]]:
-    """Plain containers, interpolations resolved and a block of veRL taken over; what to tell the user about that."""
+def _containers(config: DictConfig) -> dict[str, Any]:
+    """Plain containers, interpolations resolved."""
     try:
-        plain: dict[str, Any] = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+        return OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
     except MissingMandatoryValue as error:
         key = str(error.full_key)
         says = comment(key)
@@ -103,16 +112,21 @@ def _plain(config: DictConfig) -> tuple[dict[str, Any], list[str]]:
     except OmegaConfBaseException as error:
         key = str(getattr(error, "full_key", None) or "configuration")
         raise ConfigError([Problem(key, "unset or unresolved", str(error).splitlines()[0])]) from error
+
+
+def _adopted(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The same with a block of veRL taken over, and what to tell the user about that."""
     try:
-        return adopt(plain)
+        return adopt(given)
     except VerlBlockError as error:
         raise ConfigError([Problem(error.key, error.value, error.allowed)]) from error
 
 
-def _refuse(plain: Mapping[str, Any], *checks: Check) -> None:
+def _refuse(plain: Mapping[str, Any], given: Mapping[str, Any], *checks: Check) -> None:
+    """Raise with every problem; a key that came in a pasted block is called what it is called there."""
     problems = [problem for each in checks for problem in each(plain)]
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError([replace(problem, key=pasted_name(problem.key, given)) for problem in problems])
 
 
 MISSING = object()
@@ -138,12 +152,15 @@ def _settings(config: Mapping[str, Any], classes: Mapping[str, type]) -> Iterato
         if not isinstance(given, (Mapping, type(None))):
             yield Problem(block, given, "a block of settings")
             continue
-        values = dict(given or {})
+        values, said = dict(given or {}), set()
         while True:
             try:
                 build(kind, block, values)
                 break
             except SettingError as error:
+                if error.key in said:
+                    break  # what is missing now is what was wrong before
+                said.add(error.key)
                 yield Problem(error.key, error.value, error.allowed)
                 wrong = error.key.rpartition(".")[2]
                 if wrong not in values:

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rlhf.errors import ConfigError, InputError
+from lightning_rlhf.keys import MIXIN_SETTINGS
 from lightning_rlhf.shipped import flatten, groups, homes
 from lightning_rlhf.spelling import FOREIGN_KEYS, hint, respelt
+from lightning_rlhf.static import declared
 from lightning_rlhf.trainer_settings import REFUSED_TRAINER_OPTIONS
-from lightning_rlhf.verl import OURS, PASTED, VerlBlockError, adopt
+from lightning_rlhf.verl import OURS, PASTED, POLICY_GRADIENT, RENAMED, VerlBlockError, adopt
 
 HIDDEN = "(full traceback: HYDRA_FULL_ERROR=1)"
 
@@ -113,7 +115,7 @@ def _no_such_key(key: str, arguments: Sequence[str]) -> str:
     if key in FOREIGN_KEYS:
         return f"there is no key {key!r}; here it is called {FOREIGN_KEYS[key]}\n"
     if key.startswith("algorithm."):
-        return _verl_key(key, typed)
+        return _verl_key(key, typed, selected_keys(arguments))
     selected = selected_keys(arguments)
     known = groups()
     for group in get_close_matches(key, known, n=3):
@@ -158,10 +160,20 @@ def not_selected(key: str, value: str, selected: Sequence[str]) -> str:
     )
 
 
-def _verl_key(key: str, typed: dict[str, str]) -> str:
-    """A key of veRL's ``algorithm`` typed without a block that has it."""
+def _verl_key(key: str, typed: dict[str, str], selected: Sequence[str]) -> str:
+    """A key of veRL's ``algorithm`` that this run's pasted block does not have, or typed without such a block."""
     from omegaconf import OmegaConf
 
+    parent, _, name = key.rpartition(".")
+    settings = declared(MIXIN_SETTINGS["rollout_correction"])
+    if parent == PASTED and settings is not None and name not in (*settings.names, *RENAMED, *POLICY_GRADIENT):
+        near = get_close_matches(name, settings.names, n=1)
+        guess = f"did you mean {PASTED}.{near[0]}?" if near else f"there are {', '.join(settings.names)}"
+        return f"there is no key {key!r}; {guess}\n"
+    if any(other.startswith(f"{PASTED}.") for other in selected):
+        return (
+            f"the pasted block has no key {name!r} yet; it is added with a plus sign: +{key}={typed.get(key, '...')}\n"
+        )
     words = [f"{name}={value}" for name, value in typed.items() if name.startswith("algorithm.")]
     try:
         block: Any = OmegaConf.to_container(OmegaConf.from_dotlist(words))

@@ -118,7 +118,8 @@ def nearest(key: str, known: Iterable[str], most: int = 3) -> list[str]:
 
 def respelt(key: str, known: Iterable[str]) -> str | None:
     """``key`` with each part replaced by the nearest one at its place; ``None`` where a part is like nothing there."""
-    known, path = list(known), []
+    path: list[str] = []
+    known = list(known)
     for part in key.split("."):
         start = "".join(f"{name}." for name in path)
         here = dict.fromkeys(c.removeprefix(start).partition(".")[0] for c in known if c.startswith(start))

@@ -17,7 +17,7 @@ era       where                           keys
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 PASTED = "algorithm.rollout_correction"
@@ -70,13 +70,39 @@ def adopt(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             module = dict(config.get("module") or {})
             module["rollout_correction"] = {**(module.get("rollout_correction") or {}), **block}
             moved["module"] = module
-            shown = ", ".join(f"{name}={value}" for name, value in block.items())
+            shown = ", ".join(f"{name}={'null' if value is None else value}" for name, value in block.items())
             notes.append(f"veRL's {PASTED} is taken over as {OURS}: {shown}")
             moved["algorithm"] = {k: v for k, v in algorithm.items() if k != "rollout_correction"}
         if not moved["algorithm"]:
             del moved["algorithm"]
     _log_probs(moved, notes)
     return moved, notes
+
+
+def pasted_name(key: str, config: Mapping[str, Any]) -> str:
+    """What a key of our block is called in the block that was pasted; ``key`` itself where that does not have it."""
+    algorithm = config.get("algorithm")
+    block = algorithm.get("rollout_correction") if isinstance(algorithm, Mapping) else None
+    parent, _, name = key.rpartition(".")
+    if parent != OURS or not isinstance(block, Mapping):
+        return key
+    found = next((str(theirs) for theirs in block if RENAMED.get(str(theirs), str(theirs)) == name), None)
+    return f"{PASTED}.{found}" if found else key
+
+
+def outvoted(typed: Sequence[str], config: Mapping[str, Any]) -> Iterator[VerlBlockError]:
+    """Overrides of our block that a pasted block would silently set to something else.
+
+    Args:
+        typed: the overrides as they were typed.
+        config: plain containers, the pasted block still in its place.
+    """
+    for word in typed:
+        key, _, value = word.lstrip("+").partition("=")
+        theirs = pasted_name(key, config)
+        if theirs != key:
+            allowed = f"the block pasted as {PASTED} sets this, too, and would decide; write {theirs}={value}"
+            yield VerlBlockError(key, value, allowed)
 
 
 def translate(block: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_rlhf import schema
+from lightning_rlhf.assembly import with_key
 from lightning_rlhf.locate import locate
 from lightning_rlhf.schema import ConfigError, Problem
 from lightning_rlhf.spelling import FOREIGN_KEYS, hint, nearest
@@ -332,3 +333,17 @@ def test_interpolations_are_resolved(compose, tmp_path):
     config = schema.check(compose())
     assert config["callbacks"]["checkpoint"]["dirpath"] == f"{tmp_path}/checkpoints"
     assert type(config["callbacks"]) is dict
+
+
+@pytest.mark.parametrize(
+    ("text", "block", "shown"),
+    [
+        ("model.policy.critic = 'x' is not allowed", "model.policy", "model.policy.critic = 'x' is not allowed"),
+        ("model heads = 3 must divide", "model.source", "model.source.heads = 3 must divide"),
+        ("rollouts are late", "rollout", "rollout: rollouts are late"),
+        ("rollout.top_p = 2 is not allowed", "rollout", "rollout.top_p = 2 is not allowed"),
+        ("no such file", "data", "data: no such file"),
+    ],
+)
+def test_a_key_is_printed_once_in_front_of_what_a_constructor_says(text, block, shown):
+    assert with_key(text, block) == shown

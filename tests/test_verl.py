@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from omegaconf import OmegaConf
 
-from lightning_rlhf import schema
+from lightning_rlhf import cli, schema
 from lightning_rlhf.assembly import assemble
 from lightning_rlhf.locate import parameters_of
 from lightning_rlhf.mixins.correction_settings import correction_settings
@@ -111,7 +114,7 @@ def test_pasted_over_a_preset(compose: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
-        (["+algorithm.rollout_correction.rollout_is_levell=token"], "module.rollout_correction.rollout_is_levell"),
+        (["+algorithm.rollout_correction.rollout_is_levell=token"], "algorithm.rollout_correction.rollout_is_levell"),
         (["+algorithm.rollout_correction.rollout_rs=token"], "module.rollout_correction.rollout_rs_threshold"),
         (["+algorithm.rollout_is=true"], "algorithm.rollout_is"),
         (["+algorithm.rollout_correction.rollout_is=token", "+algorithm.gamma=1.0"], "algorithm.gamma"),
@@ -126,6 +129,75 @@ def test_problems_name_the_key(compose: Callable[..., Any], overrides: list[str]
     with pytest.raises(ConfigError) as caught:
         schema.check(compose(*overrides))
     assert key in [problem.key for problem in caught.value.problems]
+
+
+FILES = {
+    "era1": {"algorithm": {"rollout_is": True, "rollout_is_level": "token", "rollout_is_threshold": 2.0}},
+    "era2": {"algorithm": {"rollout_correction": {"rollout_is": "token", "rollout_is_threshold": 2.0}}},
+    "era3": {"algorithm": {"rollout_correction": {
+        "rollout_is": "sequence", "rollout_rs": ["token_k1", "seq_max_k3"], "rollout_rs_threshold": ["0.5_2.0", 0.3]}}},
+}  # fmt: skip
+"""A block of each era in a file of the user's own."""
+
+PRINT = ["--cfg", "job"]
+OVERRIDDEN = {
+    "key of the file": ("era2", "algorithm.rollout_correction.rollout_is_threshold=3", 0, ""),
+    "our name of it": (
+        "era2",
+        "module.rollout_correction.rollout_is_threshold=3",
+        2,
+        "changed there: algorithm.rollout_correction.rollout_is_threshold=3",
+    ),
+    "our name of it with a plus": (
+        "era2",
+        "+module.rollout_correction.rollout_is_threshold=3",
+        2,
+        "sets this, too, and would decide; write algorithm.rollout_correction.rollout_is_threshold=3",
+    ),
+    "misspelt": (
+        "era2",
+        "algorithm.rollout_correction.rollout_is_treshold=3",
+        2,
+        "did you mean algorithm.rollout_correction.rollout_is_threshold?",
+    ),
+    "key that the file lacks": (
+        "era2",
+        "algorithm.rollout_correction.rollout_rs=token",
+        2,
+        "+algorithm.rollout_correction.rollout_rs=token",
+    ),
+    "wrong value": (
+        "era2",
+        "algorithm.rollout_correction.rollout_is=tokens",
+        2,
+        "algorithm.rollout_correction.rollout_is =",
+    ),
+    "list made shorter": (
+        "era3",
+        "algorithm.rollout_correction.rollout_rs=[token_k1]",
+        2,
+        "algorithm.rollout_correction.rollout_rs_threshold = '0.5_2.0,0.3'",
+    ),
+    "first era": ("era1", "algorithm.rollout_is_threshold=3", 2, "module.rollout_correction.rollout_is_threshold=3"),
+}
+
+
+@pytest.mark.parametrize(("file", "typed", "code", "said"), OVERRIDDEN.values(), ids=OVERRIDDEN.keys())
+def test_a_block_from_a_file_then_an_override_of_one_of_its_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, file: str, typed: str, code: int, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "mine" / "experiment"
+    folder.mkdir(parents=True)
+    text = "# @package _global_\n" + yaml.safe_dump(FILES[file])
+    (folder / f"{file}.yaml").write_text(text, encoding="utf-8")
+    words = ["train", "--config-dir", "mine", f"experiment={file}", typed, *(PRINT if code == 0 else [])]
+    assert cli.main(words) == code
+    out, error = capsys.readouterr()
+    assert said in error and "1 problems" not in error and "2 problems" not in error
+    if code == 0:
+        plain = schema.check(OmegaConf.create({k: v for k, v in yaml.safe_load(out).items()} | {"output_dir": "."}))
+        assert plain["module"]["rollout_correction"] == {"rollout_is": "token", "rollout_is_threshold": 3}
 
 
 def test_a_pasted_block_acts(compose: Callable[..., Any], tiny_run: list[str]) -> None:

@@ -45,7 +45,7 @@ def fuse(lm: PreTrainedModel) -> dict[str, int]:
     """
     if not is_installed():
         raise ValueError(
-            "model policy.npu_fused = True is not allowed: the operators are those of torch-npu, which is not installed"
+            "model.policy.npu_fused = True is not allowed: the operators are those of torch-npu, which is not installed"
         )
     counts = {"rms_norm": 0, "swiglu": 0, "attention": _fuse_attention(lm)}
     for layer in lm.modules():
@@ -57,7 +57,7 @@ def fuse(lm: PreTrainedModel) -> dict[str, int]:
             counts["swiglu"] += 1
     if not any(counts.values()):
         raise ValueError(
-            f"model policy.npu_fused = True is not allowed: {type(lm).__name__} has no RMSNorm, no SwiGLU and no "
+            f"model.policy.npu_fused = True is not allowed: {type(lm).__name__} has no RMSNorm, no SwiGLU and no "
             "attention that torch-npu's operators compute; set it to false"
         )
     rank_zero_info("npu_fused: " + ", ".join(f"{name} in {count} layers" for name, count in counts.items()))
@@ -175,7 +175,7 @@ def attention(
     if query.shape[2] > 1 and (attention_mask is None or attention_mask.dtype != torch.bool):
         odd.append("a mask of its own")
     if odd:
-        raise ValueError(f"model policy.npu_fused: {type(module).__name__} uses {odd[0]}, unknown to the operator")
+        raise ValueError(f"model.policy.npu_fused: {type(module).__name__} uses {odd[0]}, unknown to the operator")
     # While a cache is decoded the operator is not meant to be used: its documentation names training only.
     if not _runs_there(query) or query.shape[2] != key.shape[2]:
         return sdpa_attention_forward(

@@ -97,7 +97,7 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         near = get_close_matches(str(value), allowed, n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise ValueError(f"model policy.{name} = {value!r} is not allowed: one of {', '.join(allowed)}{hint}")
+        raise ValueError(f"model.policy.{name} = {value!r} is not allowed: one of {', '.join(allowed)}{hint}")
 
 
 def _checkpoint_activations(lm: Any) -> None:
@@ -113,7 +113,7 @@ def _add_lora(lm: PreTrainedModel, lora: Mapping[str, Any], seed: int) -> None:
     try:
         from peft import inject_adapter_in_model
     except ImportError:
-        raise ValueError("model policy.lora needs the Python package peft: install it, or set lora to null") from None
+        raise ValueError("model.policy.lora needs the Python package peft: install it, or set lora to null") from None
     for key in lora:
         _one_of("lora", key, LORA_KEYS)
     folder = lora.get("adapter")
@@ -122,7 +122,7 @@ def _add_lora(lm: PreTrainedModel, lora: Mapping[str, Any], seed: int) -> None:
         with isolated_rng(seed):
             inject_adapter_in_model(config, lm, POLICY_ADAPTER)
     except ValueError as error:
-        raise ValueError(f"model policy.lora = {dict(lora)!r} does not fit {type(lm).__name__}: {error}") from error
+        raise ValueError(f"model.policy.lora = {dict(lora)!r} does not fit {type(lm).__name__}: {error}") from error
     _check_layers(lm, lora)
     adapter = _adapter_parameters(lm, POLICY_ADAPTER)
     if folder is not None:
@@ -137,12 +137,12 @@ def _fresh_config(lm: PreTrainedModel, lora: Mapping[str, Any]) -> Any:
     r, targets = lora.get("r", 16), lora.get("target_modules", "all-linear")
     alpha = lora.get("alpha", 2 * r)
     if not isinstance(r, int) or r < 1:
-        raise ValueError(f"model policy.lora.r = {r!r} is not allowed: a whole number >= 1")
+        raise ValueError(f"model.policy.lora.r = {r!r} is not allowed: a whole number >= 1")
     if not alpha > 0:
-        raise ValueError(f"model policy.lora.alpha = {alpha!r} is not allowed: a number > 0")
+        raise ValueError(f"model.policy.lora.alpha = {alpha!r} is not allowed: a number > 0")
     if lora.get("dropout", 0.0) != 0:
         raise ValueError(
-            f"model policy.lora.dropout = {lora['dropout']!r} is not allowed: only 0, "
+            f"model.policy.lora.dropout = {lora['dropout']!r} is not allowed: only 0, "
             "or old and current log-probabilities come from different functions"
         )
     return LoraConfig(
@@ -160,12 +160,12 @@ def _trained_config(folder: str, lora: Mapping[str, Any]) -> Any:
 
     others = [key for key in lora if key != "adapter"]
     if others:
-        raise ValueError(f"model policy.lora.{others[0]} cannot be set together with lora.adapter, which decides it")
+        raise ValueError(f"model.policy.lora.{others[0]} cannot be set together with lora.adapter, which decides it")
     if not (Path(folder) / "adapter_config.json").is_file():
-        raise ValueError(f"model policy.lora.adapter = {folder!r}: no folder with an adapter_config.json")
+        raise ValueError(f"model.policy.lora.adapter = {folder!r}: no folder with an adapter_config.json")
     config = PeftConfig.from_pretrained(folder)
     if not isinstance(config, LoraConfig):
-        raise ValueError(f"model policy.lora.adapter = {folder!r} is of type {config.peft_type}, not LORA")
+        raise ValueError(f"model.policy.lora.adapter = {folder!r} is of type {config.peft_type}, not LORA")
     unsupported = {
         "use_dora": config.use_dora,
         "lora_bias": config.lora_bias,
@@ -176,7 +176,7 @@ def _trained_config(folder: str, lora: Mapping[str, Any]) -> Any:
     for name, is_used in unsupported.items():
         if is_used:
             found = f"{name} = {getattr(config, name)!r}"
-            raise ValueError(f"model policy.lora.adapter = {folder!r}: {found} is not supported, only plain LoRA")
+            raise ValueError(f"model.policy.lora.adapter = {folder!r}: {found} is not supported, only plain LoRA")
     config.inference_mode = False
     config.lora_dropout = 0.0
     return config
@@ -189,7 +189,7 @@ def _check_layers(lm: PreTrainedModel, lora: Mapping[str, Any]) -> None:
         if layer is head or not isinstance(layer.get_base_layer(), (nn.Linear, Conv1D)):
             kind = type(layer.get_base_layer()).__name__
             raise ValueError(
-                f"model policy.lora = {dict(lora)!r} adapts {name} ({kind}): only linear layers below the output head"
+                f"model.policy.lora = {dict(lora)!r} adapts {name} ({kind}): only linear layers below the output head"
             )
 
 
@@ -212,7 +212,7 @@ def _load_adapter(adapter: Mapping[str, Tensor], folder: str) -> None:
     odd = sorted(adapter.keys() ^ weights.keys())
     if odd:
         keys = f"{len(odd)} keys, {odd[0]} first"
-        raise ValueError(f"model policy.lora.adapter = {folder!r} does not fit the model: {keys}")
+        raise ValueError(f"model.policy.lora.adapter = {folder!r} does not fit the model: {keys}")
     for name, parameter in adapter.items():
         parameter.copy_(weights[name])
 
