@@ -21,7 +21,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_rlhf.accelerators.device import rng_state, set_rng_state
-from lightning_rlhf.checkpoint_capture import Captured, can_capture, weights_are_finite
+from lightning_rlhf.checkpoint_capture import Captured, can_capture, iteration_now, weights_are_finite
 from lightning_rlhf.checkpoint_files import (
     PARTIAL,
     SET_ASIDE,
@@ -170,6 +170,7 @@ class IterationCheckpoint(Checkpoint):
         for part in (pl_module, getattr(trainer, "datamodule", None)):
             if part is not None:
                 plain(dict(part.hparams), f"{type(part).__name__}.hparams")
+        self._begin(iteration_now(pl_module))
         if trainer.is_global_zero:
             for leftover in self.dirpath.glob(f".*{PARTIAL}"):
                 remove(leftover)
@@ -243,7 +244,16 @@ class IterationCheckpoint(Checkpoint):
         self.iteration = self._saved = checkpoint["iteration"]
         best = checkpoint.get("best_checkpoints", {}).get(f"{self.mode} {self.monitor}")
         if best is not None:
-            self.best_model_score, self.best_model_path = best["score"], best["path"]
+            here = self.dirpath / Path(best["path"]).name  # also after the folder was moved
+            self.best_model_score = best["score"]
+            self.best_model_path = str(here) if best["path"] and here.exists() else best["path"]
+
+    def _begin(self, iteration: int) -> None:
+        """A fit: of a module that has done so many iterations, or of another one with this same callback."""
+        self.iteration = self._saved = iteration
+        if iteration == 0:
+            self.best_model_score, self.best_model_path, self.last_model_path = None, "", ""
+            self._monitored = Monitored(self.monitor)
 
     # --- between iterations ------------------------------------------------------------------------------------------
 
