@@ -7,12 +7,10 @@ steps and so, once PPO epochs end early, saves at odd places or not at all.
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-import numpy as np
 import torch
 from lightning import Callback, LightningModule, Trainer
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
@@ -20,8 +18,7 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_rlhf.accelerators.device import rng_state, set_rng_state
-from lightning_rlhf.checkpoint_capture import Captured, can_capture, weights_are_finite
+from lightning_rlhf.checkpoint_capture import Captured, can_capture, iteration_now, weights_are_finite
 from lightning_rlhf.checkpoint_files import (
     PARTIAL,
     SET_ASIDE,
@@ -37,6 +34,7 @@ from lightning_rlhf.checkpoint_files import (
 )
 from lightning_rlhf.checkpoint_folder import read_checkpoint
 from lightning_rlhf.checkpoint_monitor import Monitored, evaluation_follows
+from lightning_rlhf.checkpoint_random import RNGState
 from lightning_rlhf.functional.stats import largest_over_ranks
 from lightning_rlhf.interruption import Interrupted, signals
 from lightning_rlhf.processes import gather_objects
@@ -170,6 +168,7 @@ class IterationCheckpoint(Checkpoint):
         for part in (pl_module, getattr(trainer, "datamodule", None)):
             if part is not None:
                 plain(dict(part.hparams), f"{type(part).__name__}.hparams")
+        self._begin(iteration_now(pl_module))
         if trainer.is_global_zero:
             for leftover in self.dirpath.glob(f".*{PARTIAL}"):
                 remove(leftover)
@@ -243,7 +242,16 @@ class IterationCheckpoint(Checkpoint):
         self.iteration = self._saved = checkpoint["iteration"]
         best = checkpoint.get("best_checkpoints", {}).get(f"{self.mode} {self.monitor}")
         if best is not None:
-            self.best_model_score, self.best_model_path = best["score"], best["path"]
+            here = self.dirpath / Path(best["path"]).name  # also after the folder was moved
+            self.best_model_score = best["score"]
+            self.best_model_path = str(here) if best["path"] and here.exists() else best["path"]
+
+    def _begin(self, iteration: int) -> None:
+        """A fit: of a module that has done so many iterations, or of another one with this same callback."""
+        self.iteration = self._saved = iteration
+        if iteration == 0:
+            self.best_model_score, self.best_model_path, self.last_model_path = None, "", ""
+            self._monitored = Monitored(self.monitor)
 
     # --- between iterations ------------------------------------------------------------------------------------------
 
@@ -383,51 +391,3 @@ def warn_about_model_checkpoint(callbacks: Iterable[Callback]) -> list[str]:
         warnings.append(f"ModelCheckpoint: {text}; {instead}")
         rank_zero_warn(warnings[-1])
     return warnings
-
-
-# --- random numbers --------------------------------------------------------------------------------------------------
-
-
-class RNGState(Callback):
-    """Saves the random number generators of every rank and restores them when training resumes.
-
-    Python, NumPy, PyTorch on the CPU and on the rank's device; restored before the first batch is fetched.
-    """
-
-    _pending: list[dict[str, Any]] | None = None
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        checkpoint["rng_per_rank"] = gather_objects(_rng_state(pl_module.device))
-
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._pending = checkpoint.get("rng_per_rank")
-        if self._pending is None:
-            rank_zero_warn("the checkpoint holds no random number state: the resumed run draws other numbers")
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        states, self._pending = self._pending, None
-        if states is None:
-            return
-        if len(states) == trainer.world_size:
-            _restore_rng(states[trainer.global_rank], pl_module.device)
-        else:
-            rank_zero_warn(
-                f"the checkpoint was written by {len(states)} processes, this run has {trainer.world_size}: random "
-                "number states are not restored, the resumed run draws other numbers"
-            )
-
-
-def _rng_state(device: torch.device) -> dict[str, Any]:
-    name, keys, *rest = cast("tuple[Any, ...]", np.random.get_state())
-    state = {"python": random.getstate(), "numpy": [name, keys.tolist(), *rest], "torch": torch.get_rng_state()}
-    return state | {"device": rng_state(device), "device_type": device.type}
-
-
-def _restore_rng(state: dict[str, Any], device: torch.device) -> None:
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(state["torch"].cpu())
-    if state.get("device") is not None and device.type == state["device_type"]:  # of another kind it means nothing
-        set_rng_state(device, state["device"])

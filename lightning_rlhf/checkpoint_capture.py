@@ -67,6 +67,11 @@ def can_capture(module: Any) -> bool:
     return isinstance(module, ActorCriticModule) and not (module.engine.ahead.lag and place()[1] > 1)
 
 
+def iteration_now(module: Any) -> int:
+    """Iterations that the module has done already: it may be trained by one fit after another."""
+    return module.control.iteration if isinstance(module, ActorCriticModule) else 0
+
+
 def weights_are_finite(trainer: Trainer) -> bool:
     """Whether every trained number is finite, on every rank."""
     parameters = [p for p in trainer.lightning_module.parameters() if p.requires_grad and p.is_floating_point()]

@@ -67,7 +67,7 @@ def resume_command(place: Path | str) -> str:
     """The command that resumes a run, as a shell and Hydra read it."""
     if re.fullmatch(r"[\w./+-]+", str(place)):
         return f"lightning-rlhf train resume={place}"
-    escaped = str(place).replace("\\", "\\\\").replace('"', '\\"')
+    escaped = str(place).replace('"', '\\"')
     return "lightning-rlhf train " + shlex.quote(f'resume="{escaped}"')
 
 

@@ -109,12 +109,12 @@ def start(config: Mapping[str, Any], processes: int) -> dict[str, float]:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         shutdown_timeout=10,  # for the others where one has failed, or after a second signal; then they are killed
+        signals_to_handle="SIGHUP,SIGQUIT",  # on others the agent would kill the processes after that time
     )
     environment = {
         "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # each process would take all cores otherwise
         REQUEST_VARIABLE: str(folder / REQUEST),
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGHUP,SIGQUIT",  # the agent would end the processes after some seconds
     }
     quiet = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     before, level = dict(os.environ), quiet.level

@@ -29,13 +29,12 @@ from lightning_rlhf.checkpoint import (
     CheckpointError,
     IterationCheckpoint,
     RNGState,
-    _restore_rng,
-    _rng_state,
     latest_valid,
     plain,
     verify,
     warn_about_model_checkpoint,
 )
+from lightning_rlhf.checkpoint_random import _restore_rng, _rng_state
 from tests.ranks import run_ranks
 
 UPDATES = [8, 5, 8, 3, 8, 2, 8, 1, 6, 4]

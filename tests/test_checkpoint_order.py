@@ -153,6 +153,24 @@ def test_a_stop_is_evaluated_before_it_is_saved(tmp_path: Path) -> None:
     assert resumed.evaluated == [3]
 
 
+def test_one_callback_serves_one_fit_after_another(tmp_path: Path) -> None:
+    """The same module goes on counting; another one begins, and what the first one left is set aside."""
+    module, callback = tiny_module(iterations=2), IterationCheckpoint(tmp_path, 1, keep=None)
+    fit(module, [callback], folder=tmp_path, enable_checkpointing=True)
+    fit(module, [callback], folder=tmp_path, enable_checkpointing=True)
+    assert kept(tmp_path) == [1, 2, 3, 4] and module.control.iteration == callback.iteration == 4
+    fit(tiny_module(iterations=1), [callback], folder=tmp_path, enable_checkpointing=True)
+    assert kept(tmp_path) == [1] and len(list(tmp_path.glob("*.set_aside"))) == 4
+
+
+def test_the_best_checkpoint_is_kept_in_a_folder_that_was_moved(tmp_path: Path) -> None:
+    run(tmp_path / "a")
+    (tmp_path / "a").rename(tmp_path / "b")
+    _, checkpoint, _ = run(tmp_path / "b", iterations=5, resume=tmp_path / "b" / "iteration_000004.ckpt")
+    assert kept(tmp_path / "b") == [2, 5]
+    assert checkpoint.best_model_path == str(tmp_path / "b" / "iteration_000002.ckpt")
+
+
 class Mine(Callback):
     """Logs as a Lightning callback does."""
 

@@ -19,7 +19,7 @@ from lightning_rlhf.ending import how_to_go_on, resume_command
 from lightning_rlhf.interruption import Interrupted, Signals, passed_on, signals
 
 BIN = Path(sys.executable).parent
-SECONDS = 240
+SECONDS = 900
 """No wait is longer; none is decided by the clock."""
 
 TINY = [
