@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning_rlhf.callbacks import RLHFCallback
 
-START_SECONDS = 300
+START_SECONDS = 600
 """The longest a start may take on a busy machine; common are 30."""
 
 
