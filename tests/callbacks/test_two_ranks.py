@@ -31,7 +31,7 @@ EXPECTED = {
     "OOMGuard": {"oom_retry"},
     "OOMGuard, memory nearly full": {"shorten_responses"},
     "LRBackoff": {"stop_epochs", "lower_learning_rate"},
-    "LengthCurriculum": set(),
+    "LengthCurriculum": {"lengthen_responses"},
     "EfficiencyStop": {"stop_training"},
 }
 """The verbs that each scenario must have brought about."""
