@@ -199,7 +199,7 @@ def _refuse_missing_options() -> None:
         chosen = choices.get(group)
         options = GlobalHydra.instance().config_loader().get_group_options(group)
         if chosen not in (None, name, *options):
-            near = hint(chosen, options)
+            near = hint(str(chosen), options)
             raise InputError(
                 f"there is no {group}={chosen}{f'; {near}' if near else ''}\nOptions: {', '.join(options)}"
             )

@@ -170,8 +170,8 @@ def planned_from(config: DictConfig) -> Resumption:
     saved, iteration = read_settings(checkpoint)
     run = run_of(checkpoint)
     place = folder or str(run or checkpoint.parent)
-    before, given = resolved(compose(Composition(), place)), OmegaConf.create({"output_dir": place})
-    given = OmegaConf.to_container(OmegaConf.merge(config, given), resolve=True)  # type: ignore[assignment]
+    before = resolved(compose(Composition(), place))
+    given: Any = OmegaConf.to_container(OmegaConf.merge(config, {"output_dir": place}), resolve=True)
     for part in (before, given):
         for key in OF_ONE_START:
             part.pop(key, None)
