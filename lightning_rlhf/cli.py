@@ -137,6 +137,9 @@ def _train(arguments: list[str]) -> None:
 
         name = shared_name()
     if any(word.startswith("resume=") for word in arguments):
+        from lightning_rlhf.recompose import Composition, parse
+
+        parse(Composition.of_command(arguments).overrides)  # what cannot be read is refused before heavy imports
         from lightning_rlhf.resume import from_command
 
         arguments, resumption = from_command(arguments, f"outputs/{name}" if name else None)
