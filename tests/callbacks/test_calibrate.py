@@ -11,8 +11,8 @@ import torch
 
 from lightning_rlhf.callbacks import Calibrate, CalibrationError
 from lightning_rlhf.callbacks.calibrate import compare, pearson
-from lightning_rlhf.rollout import HFEngine
 from lightning_rlhf.control import Control
+from lightning_rlhf.rollout import HFEngine
 from tests.support import Recorder, fit, same, tiny_module, weights
 
 
@@ -70,7 +70,7 @@ def test_a_probe_without_a_token_measures_nothing_and_the_next_iteration_probes_
         measured.append(callback._first)
     assert measured == [True, False, False] and module.control.reported == {}, "the third iteration has no probe"
     callback._first = True
-    with pytest.raises(CalibrationError, match="1 nats, over the limit of 0.001"):
+    with pytest.raises(CalibrationError, match=r"is 1 nats, over the limit of 0\.001"):
         callback.on_rollout_start(nothing, module, prompts)
 
 
