@@ -59,7 +59,7 @@ def run(name: str, group: str, seed: int, overrides: list[str]) -> dict[str, Any
     with tempfile.TemporaryDirectory() as folder:
         with hydra.initialize_config_module("lightning_rlhf.conf", version_base="1.3"):
             chosen = [*RUNS[name], f"callbacks={group}", f"seed={seed}", f"output_dir={folder}", *overrides]
-            chosen += ["logger=none", "trainer.enable_progress_bar=false"]
+            chosen += ["logger=none", "trainer.enable_progress_bar=false", "progress_every=null"]
             config = schema.check(hydra.compose("train", overrides=chosen))
         start = time.perf_counter()
         parts, trainer = assemble(config), make_trainer(config)
