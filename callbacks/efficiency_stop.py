@@ -72,7 +72,7 @@ class EfficiencyStop(RLHFCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.scores, self.kls = list(state_dict["scores"]), list(state_dict["kls"])
-        self.start = state_dict["start"]
+        self.start = state_dict.get("start", self.start)  # earlier releases kept none
 
 
 def _mean(values: list[float]) -> float:

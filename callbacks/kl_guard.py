@@ -200,4 +200,4 @@ class KLGuard(RLHFCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.multiplier, self.calm = state_dict["multiplier"], state_dict["calm"]
-        self.progress.load_state_dict(state_dict["progress"])
+        self.progress.load_state_dict(state_dict.get("progress", {}))  # earlier releases kept none

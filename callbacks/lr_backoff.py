@@ -69,4 +69,5 @@ class LRBackoff(RLHFCallback):
         return {"broken": self.broken, "before": self.before}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.broken, self.before = state_dict["broken"], state_dict["before"]
+        self.broken = state_dict["broken"]
+        self.before = state_dict.get("before", 0)  # earlier releases kept none

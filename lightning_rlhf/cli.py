@@ -137,6 +137,9 @@ def _train(arguments: list[str]) -> None:
 
         name = shared_name()
     if any(word.startswith("resume=") for word in arguments):
+        from lightning_rlhf.recompose import Composition, parse
+
+        parse(Composition.of_command(arguments).overrides)  # what cannot be read is refused before heavy imports
         from lightning_rlhf.resume import from_command
 
         arguments, resumption = from_command(arguments, f"outputs/{name}" if name else None)
@@ -199,7 +202,7 @@ def _refuse_missing_options() -> None:
         chosen = choices.get(group)
         options = GlobalHydra.instance().config_loader().get_group_options(group)
         if chosen not in (None, name, *options):
-            near = hint(chosen, options)
+            near = hint(str(chosen), options)
             raise InputError(
                 f"there is no {group}={chosen}{f'; {near}' if near else ''}\nOptions: {', '.join(options)}"
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from lightning_rlhf.checkpoint_files import iteration_of
 from lightning_rlhf.interruption import Interrupted
-from lightning_rlhf.reporting.terminal import say
+from lightning_rlhf.reporting.terminal import note, say
 from lightning_rlhf.schema import InputError
 
 
@@ -41,6 +42,8 @@ def told(config: Mapping[str, Any], *, speaks: bool) -> Iterator[None]:
         raise
     except Exception as error:
         lines = ["the run has FAILED", *how_to_go_on(config)]
+        if speaks:
+            note("".join(traceback.format_exception(type(error), error, error.__traceback__)) + "\n".join(lines))
         if hasattr(error, "add_note"):  # from Python 3.11 on
             error.add_note("\n".join(lines))
         elif speaks:

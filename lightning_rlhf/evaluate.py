@@ -32,8 +32,8 @@ def evaluate_checkpoint(checkpoint: str, overrides: Sequence[str] = ()) -> dict[
     path, saved = load_checkpoint(str(going_on.checkpoint))
     config = going_on.settings_in(going_on.run or going_on.outputs)
     plain, replaced = precision.fit(schema.check(OmegaConf.create(config)))
-    for text in replaced:
-        print(f"note: {text}")
+    for each in replaced:
+        print(f"note: {each}")
     parts = assemble(without_reference(plain), warm_up=False)
     parts.module.load_state_dict({k: v for k, v in saved["state_dict"].items() if not k.startswith("reference.")})
     with closing(parts.module.engine):

@@ -58,7 +58,7 @@ lightning-rlhf eval checkpoint=RUN_OR_FILE [key=value ...]
 Answers the held-out prompts of a run greedily and prints the score of every term of its reward.
 
   checkpoint=    a run's folder (its newest whole checkpoint) or a checkpoint file
-  key=value      changes single values of the run's own configuration; groups (data=jsonl) are not taken
+  key=value      changes the run's own configuration: single values, and options of groups (reward=math)
 
 examples
   lightning-rlhf eval checkpoint=outputs/2026-01-31/12-00-00
@@ -96,6 +96,9 @@ same overrides as the run: model, lengths, seed. Its weights are random until a 
   tensor_parallel_size=             devices over which the model is split (1)
   gpu_memory_utilization=           share of the device's memory (vLLM's own choice)
   enforce_eager=true                no compilation, no CUDA graphs
+  token_file=                       file with the token that every request must show; the run has the same
+                                    (otherwise $LIGHTNING_RLHF_TOKEN_FILE; without a token host=127.0.0.1 alone)
+  weights_from=                     HOST[:PORT] that weights are fetched from; otherwise the run's rollout.weights_host
 
 examples
   lightning-rlhf serve port=8000 model=hf model.source.path=my/model

@@ -173,7 +173,7 @@ def main(file: str) -> int:
         return 2
     except Interrupted as stop:
         if not stop.on_every_rank:
-            return int(stop.code)  # type: ignore[call-overload]
+            return 128 + stop.signum
         metrics = {INTERRUPTED: stop.signum}
     except (ServersGone, TrainingFailed, CheckpointError) as error:
         print(f"process {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)

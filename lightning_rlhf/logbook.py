@@ -83,7 +83,8 @@ class Logbook:
         for logger in module.loggers:
             logger.log_metrics(numbers, step=control.iteration)
         # The few are for a progress bar of the user's own; the kit's reads the metrics themselves.
-        bar = {name: numbers[name] for name in ("reward/mean", "kl/ref", "perf/tokens_per_second") if name in numbers}
+        shown = ("reward/mean", "kl/ref", "perf/tokens_per_second")
+        bar: dict[str, float] = {name: numbers[name] for name in shown if name in numbers}
         rest = {name: value for name, value in numbers.items() if name not in bar}
         self._forget_others(set(numbers))
         module.log_dict(rest, logger=False, on_step=True, on_epoch=False, batch_size=1)

@@ -126,9 +126,9 @@ def _of_weights(config: Mapping[str, Any]) -> Iterator[Replaced]:
     places = {"model.source": device_of(config), "rollout": devices.current()}
     for block, place in places.items():
         yield from filter(None, [fit_dtype(f"{block}.dtype", str(get(config, f"{block}.dtype")), place)])
-    for key, block in _reward_blocks(config.get("reward"), "reward"):
-        place = torch.device(str(block.get("device", "cpu")))
-        yield from filter(None, [fit_dtype(f"{key}.dtype", str(block["dtype"]), place)])
+    for key, term in _reward_blocks(config.get("reward"), "reward"):
+        place = torch.device(str(term.get("device", "cpu")))
+        yield from filter(None, [fit_dtype(f"{key}.dtype", str(term["dtype"]), place)])
 
 
 def _reward_blocks(node: Any, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:

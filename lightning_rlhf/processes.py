@@ -53,9 +53,9 @@ def together(work: Callable[[], _Object]) -> _Object:
         raise own or broken from None
     for rank, first in enumerate(errors):
         if first is not None:
-            error = own if own is not None and rank == place()[0] else first
-            error.on_every_rank = True  # type: ignore[attr-defined]
-            raise error
+            raised: Any = own if own is not None and rank == place()[0] else first
+            raised.on_every_rank = True
+            raise raised
     return result
 
 

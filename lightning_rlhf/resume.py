@@ -28,6 +28,7 @@ from lightning_rlhf.recompose import (
 from lightning_rlhf.reporting import tracked
 from lightning_rlhf.run_folder import quoted, starts
 from lightning_rlhf.schema import InputError, flatten, get
+from lightning_rlhf.shipped import train_file
 
 SAME_NUMBERS = (
     *OF_ONE_START,
@@ -170,8 +171,8 @@ def planned_from(config: DictConfig) -> Resumption:
     saved, iteration = read_settings(checkpoint)
     run = run_of(checkpoint)
     place = folder or str(run or checkpoint.parent)
-    before, given = resolved(compose(Composition(), place)), OmegaConf.create({"output_dir": place})
-    given = OmegaConf.to_container(OmegaConf.merge(config, given), resolve=True)  # type: ignore[assignment]
+    before = resolved(compose(Composition(), place))
+    given: Any = OmegaConf.to_container(OmegaConf.merge(config, {"output_dir": place}), resolve=True)
     for part in (before, given):
         for key in OF_ONE_START:
             part.pop(key, None)
@@ -255,7 +256,13 @@ def read_settings(checkpoint: Path) -> tuple[dict[str, Any], int]:
         raise InputError(
             f"checkpoint = {str(checkpoint)!r} holds no configuration: `lightning-rlhf train` did not write it"
         )
-    return config, int(content.get("iteration", max(iteration_of(checkpoint), 0)))
+    return with_todays_keys(config), int(content.get("iteration", max(iteration_of(checkpoint), 0)))
+
+
+def with_todays_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration that may be of an earlier release, with the top-level keys it did not know at their defaults."""
+    top = {key: value for key, value in train_file().items() if key not in ("defaults", "hydra")}
+    return {key: value for key, value in top.items() if key not in config and "${" not in str(value)} | dict(config)
 
 
 def run_of(checkpoint: Path) -> Path | None:

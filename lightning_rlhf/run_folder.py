@@ -87,7 +87,7 @@ def refuse_a_second_run(*folders: str | Path | None) -> None:
     Raises:
         InputError: one of the folders holds checkpoints.
     """
-    for folder in filter(None, folders):
+    for folder in (folder for folder in folders if folder):
         for place in (Path(folder) / "checkpoints", Path(folder)):
             found = sorted(path.name for path in place.glob("[!.]*.ckpt"))
             if found:
@@ -165,6 +165,6 @@ def note_start(folder: str | Path, record: Mapping[str, Any], config: Mapping[st
         if written.exists() or number > 1:
             written /= f"start_{max(number, 2)}"
         written.mkdir(parents=True, exist_ok=True)
-        texts = {"config.yaml": dict(config), "overrides.yaml": list(record.get("overrides", []))}
+        texts: dict[str, Any] = {"config.yaml": dict(config), "overrides.yaml": list(record.get("overrides", []))}
         for name, content in texts.items():
             (written / name).write_text(OmegaConf.to_yaml(OmegaConf.create(content)), encoding="utf-8")

@@ -51,6 +51,11 @@ def train(
     with ExitStack() as locks:
         if launch.is_first():
             _begin(plain, resumption, composition or Composition(), locks)
+            with run_log(plain["output_dir"], first=True):
+                if resumption is not None:
+                    say("\n".join(resumption.lines(plain["output_dir"])))
+                elif config.get("resume") == "latest":
+                    say(f"no checkpoint in {plain['output_dir']}: starting afresh")
         if plain["trainer"].get("ray") is not None:
             with building("trainer.ray"):
                 from lightning_rlhf import ray_launch
@@ -72,8 +77,6 @@ def _planned(config: DictConfig, composition: Composition | None) -> Resumption 
             )
         found = None if folder is None else latest_valid(Path(folder) / "checkpoints")
         if found is None:
-            if launch.is_first():
-                print(f"no checkpoint in {folder}: starting afresh")
             return None
         config = OmegaConf.merge(config, {"resume": str(found)})  # type: ignore[assignment]
     if config.get("resume") is None:
@@ -82,7 +85,7 @@ def _planned(config: DictConfig, composition: Composition | None) -> Resumption 
 
 
 def _begin(plain: dict[str, Any], resumption: Resumption | None, composition: Composition, locks: ExitStack) -> None:
-    """The folder is this run's alone; the start is noted there and said here."""
+    """The folder is this run's alone, and the start is noted there."""
     folder = Path(plain["output_dir"])
     locks.enter_context(run_folder.locked(folder))
     if resumption is None:
@@ -92,7 +95,6 @@ def _begin(plain: dict[str, Any], resumption: Resumption | None, composition: Co
     if resumption.run is not None and not resumption.branch and resumption.run != folder.absolute():
         locks.enter_context(run_folder.locked(resumption.run))
     run_folder.note_start(folder, resumption.record(), plain)
-    print("\n".join(resumption.lines(folder)), flush=True)
 
 
 def run(plain: dict[str, Any]) -> dict[str, float]:

@@ -344,6 +344,8 @@ def test_a_failure_in_training_is_no_bad_input(elsewhere, run_tiny):
         run_tiny("+reward.terms.broken.reward._target_=broken_reward.reward")
     if sys.version_info >= (3, 11):
         assert "the run has FAILED" in caught.value.__notes__[0]
+    log = (elsewhere / "run" / "train.log").read_text(encoding="utf-8")
+    assert "ZeroDivisionError: division by zero" in log and log.count("the run has FAILED") == 1
 
 
 def test_a_run_whose_gradients_stay_broken_has_failed(elsewhere, run_tiny, capsys):
@@ -499,9 +501,11 @@ def test_resume_continues_where_the_checkpoint_ends(elsewhere, run_tiny, capsys)
     assert run_tiny("iterations=3", "resume=latest") == 0
     assert "resuming from" in capsys.readouterr().out
     assert (elsewhere / "run" / "checkpoints" / "iteration_000003.ckpt").is_file()
+    assert "resuming from" in (elsewhere / "run" / "train.log").read_text(encoding="utf-8")
 
     assert run_tiny("resume=latest", "hydra.run.dir=fresh") == 0
     assert "starting afresh" in capsys.readouterr().out
+    assert (elsewhere / "fresh" / "train.log").read_text(encoding="utf-8").count("starting afresh") == 1
 
 
 def test_multirun_gives_each_job_a_folder(elsewhere, tiny_run):

@@ -75,7 +75,7 @@ def needs_model(tmp_path: Path) -> Path:
     """A folder with a tiny model, as from_pretrained loads it."""
     from lightning_rlhf.models import build_tiny
 
-    tiny = build_tiny("0123456789+-*= ", hidden_size=32, layers=1, heads=2, max_positions=64)
+    tiny = build_tiny("0123456789+-*= ", hidden_size=32, layers=1, heads=2, max_positions=1024)
     tiny.lm.save_pretrained(tmp_path / "model")
     tiny.tokenizer.save_pretrained(tmp_path / "model")
     return tmp_path / "model"

@@ -285,6 +285,46 @@ def test_from_python(project: Path) -> None:
     assert saved["data"]["prompts_per_iteration"] == 12 and saved["logger"] == {}
 
 
+@pytest.mark.slow
+def test_a_checkpoint_of_an_earlier_release_says_what_it_lacks_and_goes_on(
+    project: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """It knows neither the keys of today nor which data it was trained on, and callbacks have kept less."""
+    words = [*TINY, "logger=none", "callbacks=stability", "callbacks.checkpoint.keep=null", "iterations=2"]
+    assert train(*words, "hydra.run.dir=run") == 0
+    file = latest_valid(project / "run" / "checkpoints")
+    assert file is not None
+    saved = torch.load(file, weights_only=True)
+    for key in ("progress_every", "unsupported_precision", "branch", "resume_on_other_data"):
+        del saved["lightning_rlhf"]["run_config"][key]
+    [loader] = saved["loops"]["fit_loop"]["state_dict"]["combined_loader"]
+    for state in (saved["PromptDataModule"], loader):
+        del state["data"], state["origin"]
+    del saved["callbacks"]["KLGuard"]["progress"], saved["callbacks"]["LRBackoff"]["before"]
+    torch.save(saved, file)
+    capsys.readouterr()
+    assert train("resume=run", "iterations=3") == 2
+    said = capsys.readouterr().err
+    assert "the checkpoint does not say which data it was trained on" in said and "resume_on_other_data=true" in said
+    assert train("resume=run", "iterations=3", "resume_on_other_data=true", "branch=false") == 0
+    said = capsys.readouterr().out
+    assert "progress_every" not in said and "unsupported_precision" not in said, "a default is no change"
+    assert last(project / "run")["iteration"] == 3
+    assert last(project / "run")["lightning_rlhf"]["run_config"]["progress_every"] == 5
+
+
+def test_other_data_is_refused_and_accepted_where_asked(project: Path, capsys: pytest.CaptureFixture) -> None:
+    assert train(*TINY, "logger=none", "hydra.run.dir=run", "iterations=2") == 0
+    rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(40)]
+    (project / "prompts.jsonl").write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    capsys.readouterr()
+    assert train("resume=run", "iterations=3") == 2
+    assert "trained on other data: other rows, though as many (40)" in capsys.readouterr().err
+    assert train("resume=run", "iterations=3", "resume_on_other_data=true", "hydra.run.dir=other") == 0
+    assert last(project / "other")["iteration"] == 3
+    assert train("resume=other", "iterations=4") == 0, "from here on it is the run's data"
+
+
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 

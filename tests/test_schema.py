@@ -48,7 +48,7 @@ BAD = {
         "callbacks.kl_early_stop",
         "a block with a _target_",
     ),
-    "logger that is switched off": (["logger=none", "+logger.name=x"], "logger", "a block with a _target_"),
+    "logger that is switched off": (["logger=none", "+logger.name=x"], "logger.name", "a block with a _target_"),
     "number in place of a block": (["module.loss=3"], "module.loss", "a block of settings"),
     "misspelt block of the model": (["+model.polcy.critic=none"], "model.polcy", "nothing reads this key"),
     "misspelt top-level key": (["+iteratons=5"], "iteratons", "did you mean iterations?"),

@@ -77,6 +77,7 @@ class PromptLoader:
     def __init__(self, prompts: Sequence[Prompt], stream: PromptStream, iterations: int) -> None:
         self.prompts, self.stream, self.iterations = prompts, stream, iterations
         self.consumed = 0
+        self.accept_other_data = False
         self.fingerprint = fingerprint(prompts, seed=stream.seed, shuffle=stream.shuffle)
 
     def __len__(self) -> int:
@@ -97,27 +98,33 @@ class PromptLoader:
         origin = list(self.stream.origin)
         return {"consumed": self.consumed, "batch": self.stream.batch, "origin": origin, "data": self.fingerprint}
 
-    def load_state_dict(self, state: Mapping[str, Any], *, accept_other_data: bool = False) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue behind the batches already handed out; with another batch size at the same prompt.
+
+        Lightning calls it a second time, behind the data module's.
 
         Args:
             state: as :meth:`state_dict` gave it.
-            accept_other_data: go on where content, order or seed of the data differ, from its first batch on.
 
         Raises:
-            DataError: the data differs, and that was not accepted.
+            DataError: content, order or seed of the data differ, and :attr:`accept_other_data` is not set.
         """
-        changed = differences(state["data"], self.fingerprint)
-        if changed and not accept_other_data:
+        if "data" in state:
+            changed = differences(state["data"], self.fingerprint)
+            what = f"was trained on other data: {'; '.join(changed)}. Give it the same data, or set "
+        else:
+            changed = ["that of the checkpoint is not known"]
+            what = "does not say which data it was trained on: an earlier release wrote it, which held out others. Set "
+        if changed and not self.accept_other_data:
             raise DataError(
-                f"data: the checkpoint was trained on other data: {'; '.join(changed)}. Give it the same data, or set "
-                "resume_on_other_data=true to go on with this one from its first batch"
+                f"data: the checkpoint {what}resume_on_other_data=true to go on with this one from its first batch"
             )
-        self.consumed, former = state["consumed"], tuple(state["origin"])
-        if changed:
+        self.consumed = state["consumed"]
+        if changed and self.stream.origin != (self.consumed, 0):
             self.stream.origin = (self.consumed, 0)
             log.warning("going on with other data, from its first batch: %s", "; ".join(changed))
-        else:
+        elif not changed:
+            former = tuple(state["origin"])
             reached = former[1] + (self.consumed - former[0]) * state["batch"]
             self.stream.origin = former if state["batch"] == self.stream.batch else (self.consumed, reached)
 
@@ -319,7 +326,8 @@ class PromptDataModule(LightningDataModule):
             DataError: the checkpoint was trained on other data, and :attr:`accept_other_data` is not set.
         """
         if self._loader is not None:
-            self._loader.load_state_dict(state_dict, accept_other_data=self.accept_other_data)
+            self._loader.accept_other_data = self.accept_other_data
+            self._loader.load_state_dict(state_dict)
 
     def _place(self) -> tuple[int, int]:
         """Rank of this process and number of processes."""

@@ -99,7 +99,7 @@ class Actor(nn.Module):
         with torch.device("meta"):
             plain = type(self.lm)(copy.deepcopy(self.lm.config))
         plain.load_state_dict(self.export_state_dict(), assign=True)
-        plain.generation_config = exported_generation_config(self.lm, tokenizer)
+        plain.generation_config = exported_generation_config(self.lm, tokenizer)  # type: ignore[assignment]
         plain.save_pretrained(folder)
         exported_tokenizer(tokenizer).save_pretrained(str(folder))
 

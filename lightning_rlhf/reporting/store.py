@@ -30,17 +30,19 @@ def forget_steps_behind(client: MlflowClient, run_id: str, step: int) -> bool:
     from mlflow.store.tracking.dbmodels.models import SqlLatestMetric, SqlMetric
     from sqlalchemy import delete, insert, select
 
-    of_run = [table.run_uuid == run_id for table in (SqlMetric, SqlLatestMetric)]
+    metric: Any = SqlMetric  # its columns are declared in a way that type checkers cannot see
+    latest: Any = SqlLatestMetric
     with engine.begin() as connection:
-        connection.execute(delete(SqlMetric).where(of_run[0], SqlMetric.step > step))
-        late = select(SqlLatestMetric.key).where(of_run[1], SqlLatestMetric.step > step)
+        connection.execute(delete(metric).where(metric.run_uuid == run_id, metric.step > step))
+        late = select(latest.key).where(latest.run_uuid == run_id, latest.step > step)
         for key in connection.scalars(late).all():
-            connection.execute(delete(SqlLatestMetric).where(of_run[1], SqlLatestMetric.key == key))
-            columns = [SqlMetric.key, SqlMetric.value, SqlMetric.timestamp, SqlMetric.step, SqlMetric.is_nan]
-            newest = (SqlMetric.step.desc(), SqlMetric.timestamp.desc(), SqlMetric.value.desc())
-            row = connection.execute(select(*columns).where(of_run[0], SqlMetric.key == key).order_by(*newest)).first()
+            connection.execute(delete(latest).where(latest.run_uuid == run_id, latest.key == key))
+            columns = [metric.key, metric.value, metric.timestamp, metric.step, metric.is_nan]
+            newest = (metric.step.desc(), metric.timestamp.desc(), metric.value.desc())
+            rows = select(*columns).where(metric.run_uuid == run_id, metric.key == key).order_by(*newest)
+            row = connection.execute(rows).first()
             if row is not None:
-                connection.execute(insert(SqlLatestMetric).values(run_uuid=run_id, **row._mapping))
+                connection.execute(insert(latest).values(run_uuid=run_id, **row._mapping))
     return True
 
 
@@ -56,16 +58,17 @@ def artifacts_beside(client: MlflowClient, database: Path) -> bool:
     engine, now = _engine(client), database.parent / "artifacts"
     if engine is None:
         return False
+    run: Any = SqlRun
     with engine.begin() as connection:
         places = connection.scalars(select(SqlExperiment.artifact_location).distinct()).all()
         former = [place for place in places if place and _is_former(place, now)]
         for place in former:
             experiments = update(SqlExperiment).where(SqlExperiment.artifact_location == place)
             connection.execute(experiments.values(artifact_location=now.as_uri()))
-            runs = select(SqlRun.run_uuid, SqlRun.artifact_uri).where(SqlRun.artifact_uri.startswith(f"{place}/"))
+            runs = select(run.run_uuid, run.artifact_uri).where(run.artifact_uri.startswith(f"{place}/"))
             for run_id, uri in connection.execute(runs).all():
                 moved = now.as_uri() + uri.removeprefix(place)
-                connection.execute(update(SqlRun).where(SqlRun.run_uuid == run_id).values(artifact_uri=moved))
+                connection.execute(update(run).where(run.run_uuid == run_id).values(artifact_uri=moved))
     return bool(former)
 
 

@@ -177,5 +177,5 @@ def test_two_processes_one_folder_a_death_and_torchrun_goes_on(folder: Path) -> 
     assert not list(folder.glob("outputs/torchrun-*")), "it goes on in its own folder"
     assert {file.name for file in (run_folder / "checkpoints").iterdir()} >= {"iteration_000003.ckpt"}
     assert resumed.stdout.count("output folder") == 1, "one process speaks"
-    log = (other / "train.log").read_text(encoding="utf-8")
+    log = (run_folder / "train.log").read_text(encoding="utf-8")
     assert log.count("iteration 3/3  reward ") == 1 and log.count("output folder") == 1, "it writes the log, too"

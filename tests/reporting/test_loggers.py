@@ -91,7 +91,8 @@ def test_each_is_told_what_it_has_a_method_for(tmp_path: Path, fresh_store: Path
         def log_samples(self, rows: list, iteration: int) -> str:
             return f"{len(rows)} in {iteration}"
 
-    assert tell([Mine(), object()], "log_samples", [{}, {}], 3) == ["2 in 3"]
+    loggers: Any = [Mine(), object()]
+    assert tell(loggers, "log_samples", [{}, {}], 3) == ["2 in 3"]
 
 
 def test_wandb_names_the_package_to_install(compose: Any) -> None:
