@@ -28,7 +28,7 @@ from lightning_rlhf import callbacks as kit
 from lightning_rlhf.callbacks.adaptive_kl import draw
 from lightning_rlhf.events import EVENTS
 from lightning_rlhf.module import PPOModule
-from lightning_rlhf.update import Snapshot
+from lightning_rlhf.snapshot import Snapshot
 
 FIGURE_EVERY = 50
 

@@ -312,12 +312,15 @@ def _full_errors() -> Iterator[bool]:
 
 @contextmanager
 def _argv(arguments: list[str]) -> Iterator[None]:
-    """Hydra reads ``sys.argv``."""
-    before, sys.argv = sys.argv, arguments
+    """Hydra reads ``sys.argv``, and after ``--cfg`` it leaves its configuration to whoever comes next."""
+    from hydra.core.hydra_config import HydraConfig
+
+    instance = HydraConfig.instance()
+    before, sys.argv, configuration = sys.argv, arguments, instance.cfg
     try:
         yield
     finally:
-        sys.argv = before
+        sys.argv, instance.cfg = before, configuration
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -58,6 +58,23 @@ class ExperienceStats:
     """Generated tokens of a sequence."""
     truncated_fraction: float
     """Share of sequences that reached the length limit."""
+
+    @classmethod
+    def of(cls, iteration: int, numbers: Mapping[str, float]) -> ExperienceStats:
+        """From the metrics of the experience; what is not among them was not measured."""
+        return cls(
+            iteration=iteration,
+            sequences=int(numbers["batch/sequences"]),
+            tokens=int(numbers["batch/tokens"]),
+            score_mean=numbers["reward/mean"],
+            score_std=numbers.get("reward/std", math.nan),
+            entropy=numbers.get("entropy/mean", math.nan),
+            kl_ref=numbers.get("kl/ref", math.nan),
+            advantage_abs_mean=numbers.get("advantage/abs_mean", math.nan),
+            advantage_raw_abs_mean=numbers.get("advantage/raw_abs_mean", math.nan),
+            response_length_mean=numbers["response/length_mean"],
+            truncated_fraction=numbers["response/truncated_fraction"],
+        )
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -21,20 +20,20 @@ from lightning_rlhf.events import ExperienceStats, emit
 from lightning_rlhf.experience import Experience, MiniBatch, PromptBatch, Rollout
 from lightning_rlhf.functional.kl import kl_estimate
 from lightning_rlhf.functional.losses import PolicyLoss, aggregate, ppo_policy_loss, value_loss
-from lightning_rlhf.functional.schedules import learning_rate_factor
-from lightning_rlhf.functional.stats import explained_variance
 from lightning_rlhf.generation import RolloutSource
 from lightning_rlhf.logbook import Logbook
 from lightning_rlhf.memory import OutOfMemory, attempt
 from lightning_rlhf.metrics.batch import MetricBatch
-from lightning_rlhf.metrics.experience import experience_metrics, policy_metrics
+from lightning_rlhf.metrics.experience import experience_numbers, policy_metrics
 from lightning_rlhf.metrics.moments import RunningMoments
 from lightning_rlhf.mixins.alp import ALPMixin
 from lightning_rlhf.mixins.rollout_correction import RolloutCorrectionMixin
 from lightning_rlhf.models import Policy, SharedCritic
 from lightning_rlhf.models.sharding import is_sharded
+from lightning_rlhf.module_state import ModuleState
+from lightning_rlhf.optimizer import default_group, make_optimizer, set_rates, take_settings
 from lightning_rlhf.parallel import agree_on_fields
-from lightning_rlhf.processes import gather_objects, place, together
+from lightning_rlhf.processes import together
 from lightning_rlhf.rewards import CompositeReward
 from lightning_rlhf.rollout import RolloutEngine
 from lightning_rlhf.rollout.binding import end_tokens
@@ -116,11 +115,11 @@ class ActorCriticModule(LightningModule):
         """The resolved configuration as plain containers; travels in the checkpoint."""
         self.warm_up: dict[str, float] | None = None
         """What was trained before PPO: supervised steps, peak learning rate, last loss; travels in the checkpoint."""
-        self._fingerprint: str | None = None
         self._rollouts = RolloutSource(self)
         self._evaluation = Evaluation(self, self._rollouts)
         self._update_loop = UpdateLoop(self)
         self._logbook = Logbook(self)
+        self._state = ModuleState(self, self._update_loop, self._logbook, self._rollouts)
 
     # --- extension points ----------------------------------------------------------------------------------------
 
@@ -166,18 +165,7 @@ class ActorCriticModule(LightningModule):
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Named optimiser groups: ``name, params, lr, weight_decay, clip_norm, warmup_iterations``."""
         parts = {"actor": (self.actor, self.settings.actor), "critic": (self.critic, self.settings.critic)}
-        return [
-            {
-                "name": name,
-                "params": [p for p in part.parameters() if p.requires_grad],
-                "lr": settings.lr,
-                "weight_decay": settings.weight_decay,
-                "clip_norm": settings.clip_norm,
-                "warmup_iterations": settings.warmup_iterations,
-            }
-            for name, (part, settings) in parts.items()
-            if part is not None
-        ]
+        return [default_group(name, part, of) for name, (part, of) in parts.items() if part is not None]
 
     @property
     def scores_old_policy(self) -> bool:
@@ -214,9 +202,9 @@ class ActorCriticModule(LightningModule):
             agree_on_fields(experience)
             self.compute_advantages(experience, metrics)
         self._rollouts.measure(rollout, metrics)
-        numbers = self._experience_metrics(experience, metrics)
+        numbers = experience_numbers(experience, metrics)
         with self.control.allow("rollback"):
-            emit(self, "on_experience_ready", experience, self._experience_stats(experience, numbers))
+            emit(self, "on_experience_ready", experience, ExperienceStats.of(self.control.iteration, numbers))
         with log.timed("update"):
             update = self._update_loop.run(experience)
         with log.timed("rollout_wait"):
@@ -353,9 +341,7 @@ class ActorCriticModule(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """One fused AdamW with a named group per part, so that ``trainer.global_step`` counts PPO updates."""
-        shared = self.settings.optimizer
-        groups = [{**group, "initial_lr": group["lr"]} for group in self.parameter_groups()]
-        return torch.optim.AdamW(groups, betas=shared.betas, eps=shared.eps, fused=True)
+        return make_optimizer(self.parameter_groups(), self.settings.optimizer)
 
     def set_learning_rates(self, progress: float, step: float) -> None:
         """Set each group's rate for the next optimiser step.
@@ -365,17 +351,8 @@ class ActorCriticModule(LightningModule):
                 skipped steps jump ahead with the iteration; the schedule's end does not move.
             step: what one optimiser step adds to ``progress``.
         """
-        shared = self.settings.optimizer
-        for group in self.optimizers().param_groups:  # type: ignore[union-attr]
-            factor = learning_rate_factor(
-                progress,
-                step=step,
-                total=self.iterations,
-                warmup=group["warmup_iterations"],
-                schedule=shared.schedule,
-                final=shared.final_lr_fraction,
-            )
-            group["lr"] = group["initial_lr"] * self.control.value("lr_scale") * factor
+        groups, scale = self.optimizers().param_groups, self.control.value("lr_scale")  # type: ignore[union-attr]
+        set_rates(groups, self.settings.optimizer, scale, progress=progress, step=step, total=self.iterations)
 
     # --- Lightning hooks -----------------------------------------------------------------------------------------
 
@@ -401,7 +378,7 @@ class ActorCriticModule(LightningModule):
         if sharding is None or is_sharded(self):
             return
         self.trainer.precision_plugin.convert_module(self)
-        self._reference_fingerprint()
+        self._state.reference_fingerprint()
         for part in (self.actor, self.critic, self.reference):
             if isinstance(part, torch.nn.Module):
                 sharding.shard(part)
@@ -416,50 +393,18 @@ class ActorCriticModule(LightningModule):
 
     def on_train_start(self) -> None:
         """A restored optimiser brings the settings it was saved with; the configuration of this run decides."""
-        optimizer = self.optimizers()
-        for group, fresh in zip(optimizer.param_groups, self.parameter_groups(), strict=True):  # type: ignore[union-attr]
-            group.update({key: value for key, value in fresh.items() if key not in ("params", "lr")})
-            group["initial_lr"] = fresh["lr"]
-            group["betas"], group["eps"] = self.settings.optimizer.betas, self.settings.optimizer.eps
+        groups: Any = self.optimizers().param_groups  # type: ignore[union-attr]
+        take_settings(groups, self.parameter_groups(), self.settings.optimizer)
         self.engine.update_weights(self.control.iteration)
         self._set_logger_step(self.control.iteration + 1)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Control, counters and configuration; of a frozen reference only the fingerprint, its weights never change."""
-        checkpoint["lightning_rlhf"] = {
-            "control": self.control.state_dict(),
-            "update": self._update_loop.state_dict(),
-            "progress": dict(self._logbook.progress),
-            "run_config": self.run_config,
-            "warm_up": self.warm_up,
-            "reference_fingerprint": self._reference_fingerprint(),
-            "rollout_ahead": gather_objects(self._rollouts.state_dict()),
-        }
-        state = checkpoint["state_dict"]
-        for name in [name for name in state if name.startswith("reference.")]:
-            del state[name]
+        self._state.save(checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore what :meth:`on_save_checkpoint` saved; refuse a reference model that is not the same one."""
-        saved = checkpoint["lightning_rlhf"]
-        if saved["reference_fingerprint"] != self._reference_fingerprint():
-            raise RuntimeError(
-                "the checkpoint was trained against another reference model than the one loaded now: the model's "
-                "source has changed since, or model.policy.reference differs. Restore it, or start a new run."
-            )
-        self.control.load_state_dict(saved["control"])
-        self._update_loop.load_state_dict(saved["update"])
-        self._logbook.progress = dict(saved["progress"])
-        rank, world = place()
-        if len(saved["rollout_ahead"]) == world:  # another number of ranks: the next rollout is drawn on the spot
-            self._rollouts.load_state_dict(saved["rollout_ahead"][rank])
-        if isinstance(self.reference, torch.nn.Module):
-            checkpoint["state_dict"].update(self.reference.state_dict(prefix="reference."))
-
-    def _reference_fingerprint(self) -> str | None:
-        if self._fingerprint is None and self.reference is not None:
-            self._fingerprint = self.reference.fingerprint()
-        return self._fingerprint
+        self._state.load(checkpoint)
 
     # --- helpers -------------------------------------------------------------------------------------------------
 
@@ -478,30 +423,6 @@ class ActorCriticModule(LightningModule):
     def _critic_values(self, part: Experience) -> Tensor:
         ids, mask = part.concatenated()
         return self.critic(ids, mask, part.response_ids.shape[1])[:, :-1]  # type: ignore[misc]
-
-    def _experience_stats(self, experience: Experience, numbers: Mapping[str, float]) -> ExperienceStats:
-        return ExperienceStats(
-            iteration=self.control.iteration,
-            sequences=int(numbers["batch/sequences"]),
-            tokens=int(numbers["batch/tokens"]),
-            score_mean=numbers["reward/mean"],
-            score_std=numbers.get("reward/std", math.nan),
-            entropy=numbers.get("entropy/mean", math.nan),
-            kl_ref=numbers.get("kl/ref", math.nan),
-            advantage_abs_mean=numbers.get("advantage/abs_mean", math.nan),
-            advantage_raw_abs_mean=numbers.get("advantage/raw_abs_mean", math.nan),
-            response_length_mean=numbers["response/length_mean"],
-            truncated_fraction=numbers["response/truncated_fraction"],
-        )
-
-    def _experience_metrics(self, experience: Experience, metrics: MetricBatch) -> dict[str, float]:
-        experience_metrics(experience, metrics)
-        numbers = metrics.compute()
-        if "value/mean" in numbers:  # some rank has a valid token, and all know it
-            values, returns = experience.require("values"), experience.require("returns")
-            explained = explained_variance(values, returns, experience.require("loss_mask"))
-            numbers["value/explained_variance"] = float(explained)
-        return numbers
 
 
 class PPOModule(ALPMixin, RolloutCorrectionMixin, ActorCriticModule):

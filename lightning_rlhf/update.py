@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
 
 from lightning_rlhf.control import SCOPES, Scope
 from lightning_rlhf.events import EpochStats, MinibatchStats, UpdateStats, emit
-from lightning_rlhf.experience import Experience, MiniBatch, sample_seed, split_by_tokens
+from lightning_rlhf.experience import Experience, MiniBatch, split_by_tokens
 from lightning_rlhf.functional.stats import largest_over_ranks
-from lightning_rlhf.lora import whole
+from lightning_rlhf.gradients import clip_gradients, gradient_norms, loss_scale
 from lightning_rlhf.memory import OutOfMemory, attempt, free_memory, memory_policy
 from lightning_rlhf.metrics.batch import MetricBatch
+from lightning_rlhf.minibatches import MinibatchPlan, without_loss
 from lightning_rlhf.models.sharding import is_sharded
 from lightning_rlhf.parallel import (
     average_gradients,
-    balanced_shares,
     gather_experience,
     in_step,
     local_gradients,
@@ -223,7 +221,7 @@ class UpdateLoop:
         _, world = place()
         with local_gradients(module):
             parts = [part for _, part in split_by_tokens(minibatch, lengths, budget, self.settings.micro_batch_size)]
-            for micro in in_step(module.actor, parts, _without_loss(parts[-1])):
+            for micro in in_step(module.actor, parts, without_loss(parts[-1])):
                 tried.rows, tried.tokens = len(micro), micro.response_mask.numel() + micro.prompt_mask.numel()
                 # The losses of all ranks add up to the minibatch's; gradients are averaged over ranks.
                 module.manual_backward(module.micro_batch_loss(micro, batch) * world)
@@ -274,90 +272,12 @@ class UpdateLoop:
             self.metrics.mean(f"grad_clipped/{name}", torch.tensor(float(clipped), dtype=torch.float32))
 
 
-def _without_loss(micro: MiniBatch) -> MiniBatch:
-    """The last row of a micro-batch, its shortest, with no valid token: its loss is 0, and so are its gradients."""
-    row = micro.select(torch.tensor([len(micro) - 1]))
-    return replace(row, loss_mask=torch.zeros_like(row.require("loss_mask")))
-
-
-class MinibatchPlan:
-    """Which rows form which minibatch: a new permutation per epoch, each row exactly once per epoch.
-
-    The permutation depends on seed, iteration and epoch alone, so a resumed run draws the same ones, on any number of
-    ranks. Each minibatch is divided among the ranks by tokens.
-
-    Args:
-        experience: the rows of all ranks, the same on each.
-        size: rows of a minibatch, over all ranks.
-        seed: of the run.
-        iteration: counted from 1.
-    """
-
-    def __init__(self, experience: Experience, size: int, seed: int, iteration: int) -> None:
-        self._valid: list[int] = experience.require("loss_mask").sum(-1).tolist()
-        self._lengths = experience.lengths()
-        self._size, self._seed, self._iteration = size, seed, iteration
-
-    def __len__(self) -> int:
-        """Minibatches per epoch."""
-        return -(-len(self._valid) // self._size)
-
-    def epoch(self, epoch: int) -> Iterator[tuple[Tensor, list[tuple[int, int]], float, float]]:
-        """Of each minibatch: this rank's rows and their lengths, and over all ranks the valid tokens and the sequences
-        with a valid token, which are known before the first backward pass."""
-        rank, world = place()
-        generator = torch.Generator().manual_seed(sample_seed(self._seed, "minibatches", self._iteration, epoch))
-        for chunk in torch.randperm(len(self._valid), generator=generator).split(self._size):
-            counts = [self._valid[row] for row in chunk.tolist()]
-            costs = [sum(self._lengths[row]) for row in chunk.tolist()]
-            mine = chunk[balanced_shares(costs, world)[rank]]
-            lengths = [self._lengths[row] for row in mine.tolist()]
-            yield mine, lengths, float(sum(counts)), float(sum(n > 0 for n in counts))
-
-    def idle(self, experience: Experience, tokens: float, sequences: float) -> tuple[MiniBatch, list[tuple[int, int]]]:
-        """One row without a valid token, and its lengths: its loss is 0, and so are its gradients."""
-        row = min(range(len(self._lengths)), key=lambda i: sum(self._lengths[i]))
-        minibatch = MiniBatch.from_experience(experience, torch.tensor([row]), tokens, sequences)
-        return _without_loss(minibatch), [self._lengths[row]]
-
-
 @dataclass
 class Tried:
     """The micro-batch that was last begun."""
 
     rows: int = 0
     tokens: int = 0
-
-
-def gradient_norms(optimizer: Any) -> dict[str, Tensor]:
-    """Global L2 norm of each named parameter group's gradients, as they are (scaled under float16).
-
-    The same on every rank, of sharded gradients, too.
-    """
-    norms: dict[str, Tensor] = {}
-    for group in optimizer.param_groups:
-        gradients = [p.grad for p in group["params"] if p.grad is not None]
-        device = group["params"][0].device
-        none = torch.zeros((), dtype=torch.float32, device=device)
-        norms[group["name"]] = whole(torch.nn.utils.get_total_norm(gradients)) if gradients else none
-    return norms
-
-
-def clip_gradients(optimizer: Any, norms: dict[str, Tensor], scale: float) -> None:
-    """Scale each group's gradients down to its own ``clip_norm``; null leaves them.
-
-    Under float16 the gradients are still multiplied by the loss scale, so the limit is, too; the precision plugin
-    removes the scale just before the step.
-    """
-    for group in optimizer.param_groups:
-        if group["clip_norm"] is not None:
-            torch.nn.utils.clip_grads_with_norm_(group["params"], group["clip_norm"] * scale, norms[group["name"]])
-
-
-def loss_scale(module: ActorCriticModule) -> float:
-    """The float16 loss scale in force; 1 in every other precision."""
-    scaler = getattr(module.trainer.precision_plugin, "scaler", None)
-    return float(scaler.get_scale()) if scaler is not None else 1.0
 
 
 def _minibatch_stats(module: ActorCriticModule, numbers: dict[str, float], epoch: int, index: int) -> MinibatchStats:

@@ -268,7 +268,7 @@ INPUTS = {
     ),
     "an answer that it lacks, in the warm-up": (
         lines(GOOD, {"prompt": "1+2=", "answer": "three"}),
-        [*FROM_FILE, "warmup=sft", "warmup.steps=1", "warmup.batch_size=2", "data.validation=null"],
+        [*FROM_FILE, "warmup=sft", "warmup.lr=1e-3", "warmup.steps=1", "warmup.batch_size=2", "data.validation=null"],
         ["rows.jsonl:2: the model has no token for 'e' 'h' 'r' 't'"],
     ),
     "prompts all too long": (
@@ -393,7 +393,7 @@ def test_data_is_read_and_judged_before_weights_are_loaded(elsewhere, run_tiny, 
         assert words in capsys.readouterr().err
     (elsewhere / "rows.jsonl").write_text(lines(GOOD), encoding="utf-8")
     assert run_tiny(*arguments) == 2
-    assert "model path = './model' cannot be loaded" in capsys.readouterr().err
+    assert "model.source.path = './model' cannot be loaded" in capsys.readouterr().err
 
 
 def test_model_path_that_leads_nowhere(elsewhere, capsys):

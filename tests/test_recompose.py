@@ -17,6 +17,7 @@ TYPED = (
     "+callbacks.mine={_target_: builtins.dict, a: 1}",
     "callbacks.checkpoint.keep=3",
     "seed=2",
+    "model.lr.actor=0.0004",
 )
 
 

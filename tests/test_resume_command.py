@@ -38,6 +38,7 @@ TINY = [
     "callbacks.checkpoint.every_n_iterations=2",
     "callbacks.checkpoint.keep=null",
     "trainer.enable_progress_bar=false",
+    "model.lr.actor=0.0004",
 ]
 
 ENDS = """

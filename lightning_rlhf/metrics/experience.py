@@ -8,7 +8,19 @@ from torch import Tensor
 from lightning_rlhf.experience import Experience, Finish, MiniBatch
 from lightning_rlhf.functional.kl import kl_estimate
 from lightning_rlhf.functional.losses import PolicyLoss
+from lightning_rlhf.functional.stats import explained_variance
 from lightning_rlhf.metrics.batch import MetricBatch
+
+
+def experience_numbers(experience: Experience, metrics: MetricBatch) -> dict[str, float]:
+    """Those of :func:`experience_metrics` and what ``metrics`` holds already, reduced over ranks."""
+    experience_metrics(experience, metrics)
+    numbers = metrics.compute()
+    if "value/mean" in numbers:  # some rank has a valid token, and all know it
+        values, returns = experience.require("values"), experience.require("returns")
+        explained = explained_variance(values, returns, experience.require("loss_mask"))
+        numbers["value/explained_variance"] = float(explained)
+    return numbers
 
 
 @torch.no_grad()

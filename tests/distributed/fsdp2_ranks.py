@@ -21,12 +21,12 @@ from lightning_rlhf.checkpoint_files import CheckpointError, verify, with_items
 from lightning_rlhf.checkpoint_folder import read_checkpoint, write_folder
 from lightning_rlhf.events import emit
 from lightning_rlhf.experience import Experience
+from lightning_rlhf.gradients import clip_gradients, gradient_norms
 from lightning_rlhf.lora import whole
 from lightning_rlhf.models import perturbation
 from lightning_rlhf.module import PPOModule
 from lightning_rlhf.strategies import FSDP2Strategy
 from lightning_rlhf.train import train
-from lightning_rlhf.update import clip_gradients, gradient_norms
 from tests.support import prompts, tiny_module, tiny_policy
 
 ROWS = 16

@@ -11,7 +11,7 @@ from lightning import LightningDataModule, Trainer
 from lightning_rlhf.callbacks import RLHFCallback
 from lightning_rlhf.data import PromptDataModule
 from lightning_rlhf.data.datamodule import ValidationLoader
-from lightning_rlhf.rewards import RewardBatch
+from lightning_rlhf.rewards import RewardBatch, RewardError
 from lightning_rlhf.strategies import DDPStrategy, FSDP2Strategy
 from tests.support import even_digits, prompts, tiny_module
 
@@ -80,7 +80,7 @@ def failing_evaluation(rank: int, strategy: str) -> str:
     module = tiny_module(reward=failing_on_two_digits)
     try:
         evaluated(trainer(strategy, limit_val_batches=None), module, 5, 1)
-    except ZeroDivisionError as error:
+    except RewardError as error:
         return str(error)
     return "no error"
 
@@ -123,6 +123,6 @@ def training(rank: int, kind: str, strategy: str = "ddp") -> Any:
     module, callback = tiny_module(iterations=1, reward=broken), OnOneRank(kind)
     try:
         trainer(strategy, callbacks=[callback]).fit(module, datamodule=prompts(module))
-    except (RuntimeError, ZeroDivisionError) as error:
+    except (RuntimeError, RewardError) as error:
         return f"{type(error).__name__}: {error}"
     return callback.fraction

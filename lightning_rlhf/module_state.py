@@ -1,0 +1,73 @@
+"""What a checkpoint holds of the module beside weights and optimiser."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from lightning_rlhf.processes import gather_objects, place
+
+if TYPE_CHECKING:
+    from lightning_rlhf.generation import RolloutSource
+    from lightning_rlhf.logbook import Logbook
+    from lightning_rlhf.module import ActorCriticModule
+    from lightning_rlhf.update import UpdateLoop
+
+
+class ModuleState:
+    """Saves and restores the state of a module and of its parts under the key ``lightning_rlhf``.
+
+    Args:
+        module: whose state it is.
+        update, logbook, rollouts: its parts that have one.
+    """
+
+    def __init__(
+        self, module: ActorCriticModule, update: UpdateLoop, logbook: Logbook, rollouts: RolloutSource
+    ) -> None:
+        self._module, self._update, self._logbook, self._rollouts = module, update, logbook, rollouts
+        self._fingerprint: str | None = None
+
+    def save(self, checkpoint: dict[str, Any]) -> None:
+        """Control, counters and configuration; of a frozen reference only the fingerprint, its weights never change."""
+        module = self._module
+        checkpoint["lightning_rlhf"] = {
+            "control": module.control.state_dict(),
+            "update": self._update.state_dict(),
+            "progress": dict(self._logbook.progress),
+            "run_config": module.run_config,
+            "warm_up": module.warm_up,
+            "reference_fingerprint": self.reference_fingerprint(),
+            "rollout_ahead": gather_objects(self._rollouts.state_dict()),
+        }
+        state = checkpoint["state_dict"]
+        for name in [name for name in state if name.startswith("reference.")]:
+            del state[name]
+
+    def load(self, checkpoint: dict[str, Any]) -> None:
+        """Restore what :meth:`save` saved.
+
+        Raises:
+            RuntimeError: the reference model is not the same one.
+        """
+        saved, reference = checkpoint["lightning_rlhf"], self._module.reference
+        if saved["reference_fingerprint"] != self.reference_fingerprint():
+            raise RuntimeError(
+                "the checkpoint was trained against another reference model than the one loaded now: the model's "
+                "source has changed since, or model.policy.reference differs. Restore it, or start a new run."
+            )
+        self._module.control.load_state_dict(saved["control"])
+        self._update.load_state_dict(saved["update"])
+        self._logbook.progress = dict(saved["progress"])
+        rank, world = place()
+        if len(saved["rollout_ahead"]) == world:  # another number of ranks: the next rollout is drawn on the spot
+            self._rollouts.load_state_dict(saved["rollout_ahead"][rank])
+        if isinstance(reference, nn.Module):
+            checkpoint["state_dict"].update(reference.state_dict(prefix="reference."))
+
+    def reference_fingerprint(self) -> str | None:
+        """Of the whole weights: asked for first before they are sharded, and kept."""
+        if self._fingerprint is None and self._module.reference is not None:
+            self._fingerprint = self._module.reference.fingerprint()
+        return self._fingerprint
