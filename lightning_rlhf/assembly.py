@@ -178,7 +178,8 @@ def find_checkpoint(place: str) -> Path:
         return path
     found = latest_valid(path / "checkpoints") or latest_valid(path)
     if found is None:
-        what = "holds no whole checkpoint" if path.is_dir() else "does not exist"
+        what = "holds no whole checkpoint: a run that ended before its first one has to be started anew"
+        what = what if path.is_dir() else "does not exist"
         raise InputError(f"checkpoint = {place!r} {what}; allowed: a .ckpt or the output folder of a run")
     return found
 

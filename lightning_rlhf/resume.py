@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_rlhf.assembly import find_checkpoint
 from lightning_rlhf.checkpoint_files import STATE, iteration_of, latest_valid
+from lightning_rlhf.moved import folder_of_command, moved
 from lightning_rlhf.recompose import (
     OF_ONE_START,
     Composition,
@@ -100,7 +100,7 @@ class Resumption:
     def settings_in(self, folder: str | Path) -> dict[str, Any]:
         """The configuration of this start, whose files go into ``folder``."""
         folder = Path(folder).absolute()
-        config = moved(self.config, self.run, self.outputs, folder)
+        config = moved(self.config, self.run, self.outputs, folder, typed=self.changes)
         config |= {"output_dir": str(folder), "resume": str(self.checkpoint.absolute()), "branch": None}
         earlier = None if self.run is None else str(self.run)
         config["logger"] = tracked(config.get("logger"), resume_from=None, branch_from=None)
@@ -153,9 +153,9 @@ def planned(place: str, new: Composition) -> Resumption:
     checkpoint = find_checkpoint(place)
     saved, iteration = read_settings(checkpoint)
     run = run_of(checkpoint)
-    config, composition = recomposed(saved, composition_of(run), new)
+    config, composition = recomposed(saved, composition_of(run, iteration), new)
     wish = value_of(new.overrides, "branch")
-    return _resumption(checkpoint, iteration, run, saved, config, composition, wish, new.overrides)
+    return _resumption(place, checkpoint, iteration, run, saved, config, composition, wish, new.overrides)
 
 
 def planned_from(config: DictConfig) -> Resumption:
@@ -178,10 +178,13 @@ def planned_from(config: DictConfig) -> Resumption:
             part.pop(key, None)
     before, given = (moved(part, None, place, Path(saved["output_dir"])) for part in (before, given))
     settings = apply_difference(saved, before, given)
-    return _resumption(checkpoint, iteration, run, saved, settings, composition_of(run), config.get("branch"), ())
+    own = composition_of(run, iteration)
+    wish = config.get("branch")
+    return _resumption(str(config.resume), checkpoint, iteration, run, saved, settings, own, wish, ())
 
 
 def _resumption(
+    place: str,
     checkpoint: Path,
     iteration: int,
     run: Path | None,
@@ -193,11 +196,15 @@ def _resumption(
 ) -> Resumption:
     if wish is not None and not isinstance(wish, bool):
         raise InputError(f"branch = {wish!r} is not allowed: true, false or null")
+    wanted = config.get("iterations")
+    if isinstance(wanted, int) and wanted < iteration:
+        raise InputError(f"iterations = {wanted} is not allowed: the checkpoint has already done {iteration}")
     changes = dict(differences(saved, config))
     other = [key for key, _ in in_short({k: v for k, v in changes.items() if not keeps_numbers(k)})]
     named = other if len(other) <= 3 else [*other[:2], f"{len(other) - 2} more"]
     reasons = [f"other numbers follow from {', '.join(named)}"] if other else []
-    newest = newest_iteration(checkpoint)
+    is_newest = checkpoint != Path(place).expanduser()  # a folder means that one
+    newest = iteration if is_newest else newest_iteration(checkpoint)
     if newest > iteration:
         reasons.append(f"the run has gone on to iteration {newest} since")
     if run is None:
@@ -237,19 +244,30 @@ def keeps_numbers(key: str) -> bool:
 # --- what a folder and a checkpoint say -----------------------------------------------------------------------------
 
 
+def read_content(checkpoint: Path) -> dict[str, Any]:
+    """A checkpoint's content, tensors left on the disk; of a folder of shards what is not sharded.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+
+    file = checkpoint / STATE if checkpoint.is_dir() else checkpoint
+    try:
+        return dict(torch.load(file, map_location="cpu", mmap=True, weights_only=True))
+    except (OSError, RuntimeError, EOFError, ValueError, TypeError) as error:
+        text = str(error).splitlines()[0]
+        raise InputError(f"checkpoint = {str(checkpoint)!r} cannot be read: {text}") from error
+
+
 def read_settings(checkpoint: Path) -> tuple[dict[str, Any], int]:
     """Configuration and iteration of a checkpoint, without reading its weights.
 
     Raises:
         InputError: it was not written by a run of this package, or cannot be read.
     """
-    file = checkpoint / STATE if checkpoint.is_dir() else checkpoint
+    content = read_content(checkpoint)
     try:
-        content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         config = content["lightning_rlhf"]["run_config"]
-    except (OSError, RuntimeError, EOFError, ValueError) as error:
-        text = str(error).splitlines()[0]
-        raise InputError(f"checkpoint = {str(checkpoint)!r} cannot be read: {text}") from error
     except (KeyError, TypeError):
         config = None
     if not config:
@@ -274,17 +292,23 @@ def run_of(checkpoint: Path) -> Path | None:
 
 
 def newest_iteration(checkpoint: Path) -> int:
-    """The highest iteration among the checkpoints beside this one."""
-    return max((iteration_of(path) for path in checkpoint.parent.glob("[!.]*.ckpt")), default=-1)
+    """The highest iteration among the whole checkpoints beside this one."""
+    found = latest_valid(checkpoint.parent)
+    return -1 if found is None else iteration_of(found)
 
 
-def composition_of(run: Path | None) -> Composition:
-    """What the newest start of a run was composed from; nothing where that is not known."""
+def composition_of(run: Path | None, iteration: int) -> Composition:
+    """What the start of a run was composed from that wrote its checkpoint of this iteration; nothing where unknown.
+
+    That is the newest one that went on from an earlier iteration: a start that died before its first checkpoint has
+    left nothing.
+    """
     if run is None:
         return Composition()
     recorded = [record for record in starts(run) if "overrides" in record]
-    if recorded:
-        return Composition.read(recorded[-1])
+    wrote = [record for record in recorded if record.get("iteration", 0) < iteration] or recorded[:1]
+    if wrote:
+        return Composition.read(wrote[-1])
     typed = run / ".hydra" / "overrides.yaml"
     return Composition(tuple(OmegaConf.to_container(OmegaConf.load(typed)))) if typed.exists() else Composition()  # type: ignore[arg-type]
 
@@ -292,69 +316,6 @@ def composition_of(run: Path | None) -> Composition:
 def latest_record(run: Path | None, folder: Path) -> bool:
     """Whether a run is tracked by a logger that can go on with it."""
     return run is not None and any((place / "tracking" / "run.json").exists() for place in (run, folder))
-
-
-# --- a run that has moved --------------------------------------------------------------------------------------------
-
-PATH_KEY = re.compile(r"(^|[._])(path|paths|dir|dirpath|file|files|folder)$")
-
-
-def moved(config: Mapping[str, Any], run: Path | None, outputs: str, folder: Path) -> dict[str, Any]:
-    """The configuration with its paths where they are now.
-
-    * what lay in the run's folder: in ``folder``;
-    * where the run's folder was moved together with the folders above it: what lay there, if it was moved too;
-    * relative ones, under keys that say path, file or folder: as before, also where the command is typed elsewhere.
-
-    Args:
-        config: resolved.
-        run: where the run's folder is now.
-        outputs: where it was when the checkpoint was written.
-        folder: where files go from now on.
-    """
-    former, shift, command = Path(outputs), _shift(outputs, run), folder_of_command(run, outputs)
-
-    def place(value: str, key: str) -> str:
-        path = Path(value)
-        if not path.is_absolute():
-            elsewhere = command is not None and PATH_KEY.search(key) and value and not path.exists()
-            return str(command / path) if elsewhere and (command / path).exists() else value  # type: ignore[operator]
-        if path.is_relative_to(former):
-            return str(folder / path.relative_to(former))
-        if shift is not None and path.is_relative_to(shift[0]):
-            there = shift[1] / path.relative_to(shift[0])
-            return str(there) if there.exists() else value
-        return value
-
-    def walk(node: Any, key: str) -> Any:
-        if isinstance(node, Mapping):
-            return {name: walk(value, f"{key}.{name}" if key else str(name)) for name, value in node.items()}
-        if isinstance(node, list):
-            return [walk(value, key) for value in node]
-        return place(node, key) if isinstance(node, str) else node
-
-    return walk(config, "")
-
-
-def folder_of_command(run: Path | None, outputs: str) -> Path | None:
-    """Where the run was started, if that folder is there, moved or not."""
-    recorded = [record["cwd"] for record in starts(run) if "cwd" in record] if run is not None else []
-    if not recorded:
-        return None
-    place, shift = Path(recorded[0]), _shift(outputs, run)
-    if shift is not None and place.is_relative_to(shift[0]):
-        place = shift[1] / place.relative_to(shift[0])
-    return place if place.is_dir() else None
-
-
-def _shift(outputs: str, run: Path | None) -> tuple[Path, Path] | None:
-    """The longest folders above the former and the present place that differ; ``None`` for a run that stayed."""
-    before, now = Path(outputs), run
-    if now is None or before == now:
-        return None
-    while before.name == now.name and before.name:
-        before, now = before.parent, now.parent
-    return before, now
 
 
 def value_in(config: DictConfig, key: str) -> Any:

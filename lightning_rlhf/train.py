@@ -20,7 +20,7 @@ from lightning_rlhf.interruption import Signals
 from lightning_rlhf.recompose import Composition
 from lightning_rlhf.reporting import log_config, tell
 from lightning_rlhf.reporting.terminal import run_log, say
-from lightning_rlhf.resume import Resumption, planned, planned_from, read_settings, value_in
+from lightning_rlhf.resume import Resumption, planned, planned_from, read_content, read_settings, value_in
 
 
 def train(
@@ -122,6 +122,8 @@ def _run(plain: dict[str, Any]) -> dict[str, float]:
     checkpoint = None if plain["resume"] is None else find_checkpoint(plain["resume"])
     parts = assemble(plain)
     parts.datamodule.accept_other_data = plain["resume_on_other_data"]
+    if checkpoint is not None:
+        refuse_other_data(parts, checkpoint)
     with closing(parts.module.engine):
         trainer = make_trainer(plain)
         if checkpoint is not None:
@@ -144,11 +146,25 @@ def introduce(config: dict[str, Any], replaced: Sequence[precision.Replaced] = (
     """What a user should know before the work starts."""
     for text in [*replaced, *schema.warnings(config)]:
         say(f"note: {text}")
-    if config.get("warmup"):
+    if config.get("warmup") and config.get("resume") is None:
         say(warmup.announcement(config["warmup"]))
+    elif config.get("warmup"):
+        say("the supervised warm-up of the run's start gives the reference model again")
     batch = schema.arithmetic(config)
     if batch is not None:  # an engine or data module of one's own may name its sizes otherwise
         say(str(batch))
+
+
+def refuse_other_data(parts: Parts, checkpoint: Path) -> None:
+    """Before anything of the run is opened: a data module that knows its data says whether it is the checkpoint's.
+
+    Raises:
+        InputError: it is not, and ``resume_on_other_data`` is not set.
+    """
+    check = getattr(parts.datamodule, "refuse_other_data", None)
+    if check is not None:
+        with building("data"):
+            check(read_content(checkpoint).get(type(parts.datamodule).__qualname__, {}))
 
 
 def held_out(trainer: Trainer, parts: Parts) -> dict[str, float]:

@@ -329,6 +329,65 @@ def test_other_data_is_refused_and_accepted_where_asked(project: Path, capsys: p
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
+def test_what_was_typed_at_a_start_that_left_nothing_is_typed_again(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start that dies before its first checkpoint has changed nothing: the same words mean the same again."""
+    assert train(*TINY, "iterations=2", "hydra.run.dir=run") == 0
+    again = ["resume=run", "iterations=3", "callbacks=stability", "branch=false"]
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="the power is cut"):
+
+        def cut(*_: object) -> None:
+            raise RuntimeError("the power is cut")
+
+        patch.setattr("lightning_rlhf.train.assemble", cut)
+        train(*again)
+    assert train(*again) == 0
+    assert "kl_guard" in last(project / "run")["lightning_rlhf"]["run_config"]["callbacks"]
+
+
+def test_a_damaged_newest_checkpoint_makes_no_branch(project: Path, capsys: pytest.CaptureFixture) -> None:
+    assert train(*TINY, "hydra.run.dir=run", "logger=none") == 0
+    newest = project / "run" / "checkpoints" / "iteration_000004.ckpt"
+    whole = last(project / "run")
+    newest.write_bytes(newest.read_bytes()[: newest.stat().st_size // 2])
+    with pytest.warns(UserWarning, match="skipped: "):
+        assert train("resume=run") == 0
+    assert "a branch" not in capsys.readouterr().out and not (project / "outputs").exists()
+    torch.testing.assert_close(last(project / "run")["state_dict"], whole["state_dict"], rtol=0, atol=0)
+
+
+def test_a_refused_resume_leaves_the_record_of_the_run(project: Path, capsys: pytest.CaptureFixture) -> None:
+    assert train(*TINY, "hydra.run.dir=run") == 0
+    before = record(project / "run")
+    assert train("resume=run", "iterations=3") == 2
+    assert "iterations = 3 is not allowed: the checkpoint has already done 4" in capsys.readouterr().err
+    lines = (project / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    (project / "prompts.jsonl").write_text("\n".join(lines[1:]), encoding="utf-8")
+    assert train("resume=run", "iterations=5") == 2
+    assert "40 training prompts then, 39 now" in capsys.readouterr().err
+    assert record(project / "run") == before and before[0] == "FINISHED"
+
+
+def test_relative_paths_are_those_of_the_folder_where_the_run_was_started(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Also where a file of the same name lies in the folder of the present command, and for bare file names."""
+    held_out = "".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(50, 54))
+    (project / "held.jsonl").write_text(held_out, encoding="utf-8")
+    whole = [*TINY, "data.validation=held.jsonl", "logger=none", "iterations=2"]
+    assert train(*whole, "hydra.run.dir=run") == 0
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    other = json.dumps({"prompt": "7+7=", "answer": "14"})
+    (elsewhere / "prompts.jsonl").write_text("\n".join([other] * 40), encoding="utf-8")
+    monkeypatch.chdir(elsewhere)
+    assert train(f"resume={project}/run", "iterations=3") == 0
+    # What is typed now counts from here.
+    assert train(f"resume={project}/run", "iterations=4", "data.train.path=prompts.jsonl") == 2
+    assert "other rows, though as many (40)" in capsys.readouterr().err
+
+
 def test_folders_that_are_taken(project: Path, capsys: pytest.CaptureFixture) -> None:
     tiny = [*TINY, "logger=none", "iterations=1"]
     assert train(*tiny, "hydra.run.dir=run") == 0

@@ -98,16 +98,11 @@ class PromptLoader:
         origin = list(self.stream.origin)
         return {"consumed": self.consumed, "batch": self.stream.batch, "origin": origin, "data": self.fingerprint}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue behind the batches already handed out; with another batch size at the same prompt.
-
-        Lightning calls it a second time, behind the data module's.
-
-        Args:
-            state: as :meth:`state_dict` gave it.
+    def changes(self, state: Mapping[str, Any]) -> list[str]:
+        """What is other data than that of a saved state, in words; empty if it is the same.
 
         Raises:
-            DataError: content, order or seed of the data differ, and :attr:`accept_other_data` is not set.
+            DataError: it is not, and :attr:`accept_other_data` is not set.
         """
         if "data" in state:
             changed = differences(state["data"], self.fingerprint)
@@ -119,6 +114,20 @@ class PromptLoader:
             raise DataError(
                 f"data: the checkpoint {what}resume_on_other_data=true to go on with this one from its first batch"
             )
+        return changed
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue behind the batches already handed out; with another batch size at the same prompt.
+
+        Lightning calls it a second time, behind the data module's.
+
+        Args:
+            state: as :meth:`state_dict` gave it.
+
+        Raises:
+            DataError: content, order or seed of the data differ, and :attr:`accept_other_data` is not set.
+        """
+        changed = self.changes(state)
         self.consumed = state["consumed"]
         if changed and self.stream.origin != (self.consumed, 0):
             self.stream.origin = (self.consumed, 0)
@@ -318,6 +327,16 @@ class PromptDataModule(LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self._loader is None else self._loader.state_dict()
+
+    def refuse_other_data(self, state_dict: Mapping[str, Any]) -> None:
+        """Before the run is opened that a checkpoint with this state belongs to; needs ``setup("fit")``.
+
+        Raises:
+            DataError: the checkpoint was trained on other data, and :attr:`accept_other_data` is not set.
+        """
+        if self._loader is not None and state_dict:
+            self._loader.accept_other_data = self.accept_other_data
+            self._loader.changes(state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue behind the batches already handed out; evaluation has no position to restore.
