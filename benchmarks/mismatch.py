@@ -108,6 +108,7 @@ def launch(folder: Path, seed: int, arguments: argparse.Namespace, overrides: li
         f"iterations={arguments.iterations}",
         f"threads={arguments.threads}",
         f"output_dir={folder}",
+        "warmup=half_right",
         "logger=csv",
         "callbacks=none",
         "trainer.enable_progress_bar=false",

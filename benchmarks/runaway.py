@@ -58,7 +58,7 @@ def run(group: str, seed: int, overrides: list[str]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         with hydra.initialize_config_module("lightning_rlhf.conf", version_base="1.3"):
             chosen = ["experiment=runaway", f"callbacks={group}", f"seed={seed}", f"output_dir={folder}", *overrides]
-            chosen += ["logger=none", "trainer.enable_progress_bar=false"]
+            chosen += ["logger=none", "trainer.enable_progress_bar=false", "progress_every=null"]
             config = schema.check(hydra.compose("train", overrides=chosen))
         parts, trainer, curve = assemble(config), make_trainer(config), Curve()
         trainer.callbacks.append(curve)  # type: ignore[attr-defined]

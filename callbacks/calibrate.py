@@ -65,7 +65,7 @@ class Calibrate(RLHFCallback):
         if scheduled:  # a resumed run probes once more, but logs what an uninterrupted one logs
             for name, value in numbers.items():
                 module.control.report(name, value)
-        if "calibrate/logprob_abs_diff_max" in numbers:  # absent: not one token was generated
+        if numbers:  # none: not one token was generated, and the next iteration probes again
             self._judge(numbers, module)
             self._first = False
 
@@ -103,21 +103,27 @@ def compare(train_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> d
         rollout_logprobs: ``[B, R]`` of the engine.
         mask: ``[B, R]`` bool, generated tokens.
 
+    Returns:
+        The numbers by name; none where no rank has a token, as nothing was measured then.
+
     Raises:
-        CalibrationError: the engine reports none that is finite.
+        CalibrationError: there are tokens, and the engine reports a finite log-probability for none of them.
     """
-    mask = mask & rollout_logprobs.isfinite()  # else there is nothing to compare
-    if bool(all_reduce_sum(mask.sum()) == 0):
+    finite = mask & rollout_logprobs.isfinite()  # else there is nothing to compare
+    generated, comparable = all_reduce_sum(torch.stack([mask.sum(), finite.sum()])).tolist()
+    if not generated:
+        return {}
+    if not comparable:
         raise CalibrationError("the rollout engine reports no finite log-probability for any token of the probe")
     train, rollout = train_logprobs.double(), rollout_logprobs.double()
     gap = (train - rollout).abs()
     difference = (train.exp() - rollout.exp()).abs()
     batch = MetricBatch()
-    batch.mean("calibrate/logprob_abs_diff_mean", gap, mask)
-    batch.max("calibrate/logprob_abs_diff_max", gap, mask)
-    batch.mean("calibrate/probs_diff_mean", difference, mask, std="calibrate/probs_diff_std")
-    batch.max("calibrate/probs_diff_max", difference, mask)
-    return batch.compute() | {"calibrate/probs_pearson_corr": pearson(train.exp(), rollout.exp(), mask)}
+    batch.mean("calibrate/logprob_abs_diff_mean", gap, finite)
+    batch.max("calibrate/logprob_abs_diff_max", gap, finite)
+    batch.mean("calibrate/probs_diff_mean", difference, finite, std="calibrate/probs_diff_std")
+    batch.max("calibrate/probs_diff_max", difference, finite)
+    return batch.compute() | {"calibrate/probs_pearson_corr": pearson(train.exp(), rollout.exp(), finite)}
 
 
 def pearson(x: Tensor, y: Tensor, mask: Tensor) -> float:

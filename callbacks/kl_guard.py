@@ -101,7 +101,7 @@ class KLGuard(RLHFCallback):
         """Why the coefficient is to grow after this iteration; ``None`` is calm."""
         self._measured = self._stepped = False
         self._kl_old = math.nan
-        """KL(old || current) before the first step of the update."""
+        """KL(old || current) before the first step of the update, or where it was first measured."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self.target is not None or self.token_limit is not None:
@@ -156,7 +156,7 @@ class KLGuard(RLHFCallback):
         return f"kl/ref {kl_ref:.4f} over {self.hard} x {target}" if kl_ref > self.hard * target else None
 
     def on_before_step(self, trainer: Trainer, module: ActorCriticModule, stats: MinibatchStats) -> None:
-        if not self._stepped:
+        if not self._stepped or math.isnan(self._kl_old):
             self._kl_old = stats.kl_old
         elif self._active(module):
             over = self._too_far(stats)

@@ -113,7 +113,6 @@ def _train(arguments: list[str]) -> None:
         from lightning_rlhf.recompose import Composition
         from lightning_rlhf.schema import first_look
 
-        log_once()
         # Also under hydra.job.chdir=true: relative paths of data and models are those of the command.
         os.chdir(hydra.utils.get_original_cwd())
         composition = Composition.of_command(typed).of_job()
@@ -125,6 +124,7 @@ def _train(arguments: list[str]) -> None:
                     quiet_libraries()
                 from lightning_rlhf.train import train
 
+                log_once()  # only now: the handler that it removes comes with the import
                 with _told_without_servers(config.output_dir):
                     return train(config, resumption=resumption, composition=composition)
         except (InputError, RunEnded) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -117,7 +117,7 @@ class MinibatchStats:
 
 @dataclass(frozen=True)
 class EpochStats:
-    """One PPO epoch: token-weighted means over its minibatches (a maximum is a maximum)."""
+    """One PPO epoch: token-weighted means over the minibatches that measured the number (a maximum is a maximum)."""
 
     iteration: int
     """Counted from 1."""
@@ -135,6 +135,33 @@ class EpochStats:
     """Largest current / old probability of an accepted token."""
     entropy: float = math.nan
     """Mean entropy of the current policy, nats per token."""
+
+    @classmethod
+    def over(cls, minibatches: Sequence[MinibatchStats]) -> EpochStats:
+        """Of an epoch's minibatches, at least one, each with an accepted token.
+
+        One whose forward pass is not finite measured nothing and takes no step (and is counted): it must not hide from
+        the brakes what the others measured.
+        """
+
+        def measured(name: str) -> list[tuple[float, float]]:
+            pairs = [(stats.tokens, getattr(stats, name)) for stats in minibatches]
+            return [(tokens, value) for tokens, value in pairs if not math.isnan(value)]
+
+        def mean(name: str) -> float:
+            pairs = measured(name)
+            return sum(w * value for w, value in pairs) / sum(w for w, _ in pairs) if pairs else math.nan
+
+        return cls(
+            iteration=minibatches[0].iteration,
+            epoch=minibatches[0].epoch,
+            minibatches=len(minibatches),
+            kl_old=mean("kl_old"),
+            kl_ref=mean("kl_ref"),
+            clip_fraction=mean("clip_fraction"),
+            ratio_max=max((value for _, value in measured("ratio_max")), default=math.nan),
+            entropy=mean("entropy"),
+        )
 
 
 @dataclass(frozen=True)

@@ -247,10 +247,22 @@ def build(kind: type[_Settings], block: str, values: Mapping[str, Any] | _Settin
     for name, value in values.items():
         allowed = wrong_kind(value, str(known[name].type))
         if allowed:
-            raise SettingError(f"{block}.{name}", value, allowed)
+            raise SettingError(f"{block}.{name}", value, _with_bounds(kind, values, name, allowed))
     try:
         return kind(**values)
     except SettingError as error:
         raise SettingError(error.key.replace("module.<group>", block), error.value, error.allowed) from None
     except TypeError as error:
         raise SettingError(block, dict(values), str(error)) from None
+
+
+def _with_bounds(kind: type[Any], values: Mapping[str, Any], name: str, allowed: str) -> str:
+    """What is allowed, with the bounds that the block's own check adds to the kind of value, where it gets that far."""
+    try:
+        kind(**values)
+    except SettingError as error:
+        if error.key.rpartition(".")[2] == name and error.allowed.startswith(allowed):
+            return error.allowed
+    except (TypeError, ValueError, AttributeError):
+        pass  # of a kind that the check did not expect, which the caller is about to say
+    return allowed

@@ -72,7 +72,7 @@ class UpdateLoop:
                 done = self._epoch(experience, plan, epoch, undo_step="minibatch" in scopes)
                 finished += done
                 if done:
-                    epochs.append(_epoch_stats(done))
+                    epochs.append(EpochStats.over(done))
                     emit(module, "on_ppo_epoch_end", epochs[-1])
             self._obey_rollback()
         control.take("stop_epochs")
@@ -306,22 +306,4 @@ def _minibatch_stats(module: ActorCriticModule, numbers: dict[str, float], epoch
         grad_norms=norms,
         clipped={name: limits[name] is not None and norm > limits[name] for name, norm in norms.items()},
         finite=not broken and all(math.isfinite(value) for value in (*losses, *norms.values())),
-    )
-
-
-def _epoch_stats(minibatches: list[MinibatchStats]) -> EpochStats:
-    weights = [stats.tokens for stats in minibatches]
-
-    def mean(name: str) -> float:
-        return sum(w * getattr(s, name) for w, s in zip(weights, minibatches, strict=True)) / sum(weights)
-
-    return EpochStats(
-        iteration=minibatches[0].iteration,
-        epoch=minibatches[0].epoch,
-        minibatches=len(minibatches),
-        kl_old=mean("kl_old"),
-        kl_ref=mean("kl_ref"),
-        clip_fraction=mean("clip_fraction"),
-        ratio_max=max(stats.ratio_max for stats in minibatches),
-        entropy=mean("entropy"),
     )

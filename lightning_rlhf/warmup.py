@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 
 IGNORE = -100
 
+Row = tuple[list[int], int]
+"""Token ids of prompt, answer and end token, and the prompt's length."""
+
 RATE_WANTED = (
     "the learning rate of the supervised warm-up has to be named, such as warmup.lr=1e-5 for a pre-trained model "
     "(warmup=none takes no such steps)"
@@ -65,7 +68,7 @@ def warm_up(
     batch_size: int,
     lr: float | None,
     target: float | None = None,
-    answer_field: str = "answer",
+    answer_field: str | Mapping[str, float] = "answer",
     cache_dir: str | Path | None = None,
     seed: int = 0,
 ) -> WarmUp:
@@ -82,9 +85,10 @@ def warm_up(
         lr: peak learning rate of AdamW; it decays to 0 on a cosine over ``steps``. ``None`` is refused: what suits a
             random model destroys a pre-trained one.
         target: stop as soon as the mean loss of a step is below this; ``None`` runs all steps.
-        answer_field: column of the answer.
+        answer_field: column of the answer; or several with their shares, one of which is drawn each time a row is
+            shown, for a model that knows the answer and gives another one by habit.
         cache_dir: folder of the cache; ``None`` is ``$LIGHTNING_RLHF_CACHE`` or ``~/.cache/lightning_rlhf``.
-        seed: of the order of the rows.
+        seed: of the order of the rows and of what is drawn.
 
     Raises:
         ValueError: a setting is out of range, a training row has no answer, or loss or weights became NaN or infinite;
@@ -95,15 +99,21 @@ def warm_up(
     for name, value in (("steps", steps), ("batch_size", batch_size), ("lr", lr), ("target", target)):
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"warmup.{name} = {value!r} is not allowed: a number > 0")
-    rows = encode(datamodule.train_prompts, loaded, answer_field)
-    settings = {"steps": steps, "batch_size": batch_size, "lr": lr, "target": target, "seed": seed}
+    shares = {answer_field: 1.0} if isinstance(answer_field, str) else dict(answer_field)
+    if not shares or any(isinstance(s, bool) or not 0 < s < math.inf for s in shares.values()):
+        allowed = "a column, or columns with shares > 0"
+        raise ValueError(f"warmup.answer_field = {answer_field!r} is not allowed: {allowed}")
+    rows = list(zip(*(encode(datamodule.train_prompts, loaded, field) for field in shares), strict=True))
+    weights = list(shares.values())
+    settings = {"steps": steps, "batch_size": batch_size, "lr": lr, "target": target, "seed": seed, "shares": weights}
     path = cache_folder(cache_dir) / f"warmup-{cache_key(loaded.lm, rows, settings)}.safetensors"
     found = _load(loaded.lm, path)
     if found is not None:
         log.info("warm-up: %d steps, loss %.3f (cached in %s)", found.steps, found.loss, path)
         return found
     with in_float32(loaded.lm):
-        taken, loss = fit(loaded.lm, rows, steps=steps, batch_size=batch_size, lr=lr, target=target, seed=seed)
+        limits: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "lr": lr, "target": target, "seed": seed}
+        taken, loss = fit(loaded.lm, rows, weights, **limits)
     if broken := not_finite(loaded.lm):
         dtype = str(loaded.lm.dtype).removeprefix("torch.")
         raise ValueError(f"warmup.lr = {lr}: after {taken} steps {broken} holds NaN or infinite weights in {dtype}")
@@ -112,8 +122,8 @@ def warm_up(
     return WarmUp(taken, loss, cached=False, path=path)
 
 
-def encode(prompts: Sequence[Prompt], loaded: LoadedModel, answer_field: str) -> list[tuple[list[int], int]]:
-    """Token ids of prompt, answer and end token, and the prompt's length, of each row."""
+def encode(prompts: Sequence[Prompt], loaded: LoadedModel, answer_field: str) -> list[Row]:
+    """The rows of the prompts with the answers of one column."""
     answers = []
     for prompt in prompts:
         answer = prompt.row.get(answer_field)
@@ -143,7 +153,8 @@ def announcement(settings: Mapping[str, Any]) -> str:
 
 def fit(
     lm: PreTrainedModel,
-    rows: Sequence[tuple[list[int], int]],
+    rows: Sequence[Sequence[Row]],
+    shares: Sequence[float],
     *,
     steps: int,
     batch_size: int,
@@ -153,11 +164,16 @@ def fit(
 ) -> tuple[int, float]:
     """Train ``lm`` in place; returns the steps taken and the mean loss of the last one.
 
+    Args:
+        rows: of each prompt its row with each of the answers.
+        shares: how often each of the answers is shown, relative to the others.
+
     Raises:
         ValueError: a loss is NaN or infinite.
     """
     optimizer = torch.optim.AdamW([p for p in lm.parameters() if p.requires_grad], lr=lr, weight_decay=0.0)
     generator = torch.Generator().manual_seed(seed)
+    odds = torch.tensor(shares, dtype=torch.float64)
     order: list[int] = []
     loss = math.inf
     step = 0
@@ -169,7 +185,10 @@ def fit(
         chosen, order = order[:batch_size], order[batch_size:]
         for group in optimizer.param_groups:
             group["lr"] = lr * 0.5 * (1 + math.cos(math.pi * step / steps))
-        loss_tensor = answer_loss(lm, [rows[index] for index in chosen])
+        kinds = [0] * batch_size
+        if len(shares) > 1:
+            kinds = torch.multinomial(odds, batch_size, replacement=True, generator=generator).tolist()
+        loss_tensor = answer_loss(lm, [rows[index][kind] for index, kind in zip(chosen, kinds, strict=True)])
         loss_tensor.backward()
         torch.nn.utils.clip_grad_norm_(lm.parameters(), 1.0)
         optimizer.step()
@@ -201,7 +220,7 @@ def not_finite(lm: PreTrainedModel) -> str | None:
     return next((name for name, p in lm.named_parameters() if not bool(p.detach().isfinite().all())), None)
 
 
-def answer_loss(lm: PreTrainedModel, rows: Sequence[tuple[list[int], int]]) -> Tensor:
+def answer_loss(lm: PreTrainedModel, rows: Sequence[Row]) -> Tensor:
     """Mean cross-entropy (nats) over the tokens behind each row's prompt; rows are padded on the right."""
     width = max(len(ids) for ids, _ in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.long, device=lm.device)
@@ -223,7 +242,7 @@ def cache_folder(folder: str | Path | None = None) -> Path:
     return Path(folder or os.environ.get("LIGHTNING_RLHF_CACHE") or "~/.cache/lightning_rlhf").expanduser()
 
 
-def cache_key(lm: PreTrainedModel, rows: Sequence[tuple[list[int], int]], settings: Mapping[str, Any]) -> str:
+def cache_key(lm: PreTrainedModel, rows: Sequence[Sequence[Row]], settings: Mapping[str, Any]) -> str:
     """Hash of everything the outcome depends on: initial weights and architecture, rows, settings, package version."""
     digest = hashlib.sha256()
     parts = [lm.config.to_json_string(), fingerprint(lm), json.dumps(rows), json.dumps(dict(settings), sort_keys=True)]

@@ -99,7 +99,36 @@ def test_random_state_is_the_same_cached_or_not(loaded, datamodule, tmp_path):
     assert draws == [(random.random(), np.random.rand(), torch.rand(()).item())] * 2
 
 
-@pytest.mark.parametrize("change", [{"steps": 7}, {"batch_size": 9}, {"lr": 2e-2}, {"target": 0.1}, {"seed": 4}])
+def test_answers_are_drawn_by_their_shares(loaded, datamodule, tmp_path, monkeypatch):
+    """Each time anew, so that the model learns how often and not for which prompt."""
+    seen, real, end = [], warmup.answer_loss, loaded.tokenizer.eos_token_id
+    habit = loaded.tokenizer("=")["input_ids"][0]
+
+    def watch(lm, rows):
+        assert all(ids[-1] == end and ids[prompt - 1] == habit for ids, prompt in rows)
+        seen.extend((tuple(ids[:prompt]), ids[-2] == habit) for ids, prompt in rows)
+        return real(lm, rows)
+
+    monkeypatch.setattr(warmup, "answer_loss", watch)
+    run(loaded, datamodule, tmp_path, steps=100, batch_size=20, answer_field={"answer": 1, "rambling": 3})
+    share = sum(rambles for _, rambles in seen) / len(seen)
+    assert len(seen) == 2000 and abs(share - 0.75) < 0.03  # 3 standard errors
+    assert len(set(seen)) == 2 * len(datamodule.train_prompts), "every prompt with either answer"
+
+
+@pytest.mark.parametrize("shares", [{}, {"answer": 0}, {"answer": -1, "rambling": 2}, {"answer": float("nan")}])
+def test_shares_that_cannot_be_drawn_by_are_refused(loaded, datamodule, tmp_path, shares):
+    with pytest.raises(ValueError, match=r"warmup\.answer_field = .*columns with shares > 0"):
+        run(loaded, datamodule, tmp_path, answer_field=shares)
+
+
+SHARES = {"answer": 0.5, "rambling": 0.5}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"steps": 7}, {"batch_size": 9}, {"lr": 2e-2}, {"target": 0.1}, {"seed": 4}, {"answer_field": SHARES}],
+)
 def test_other_settings_are_other_entries(loaded, datamodule, tmp_path, change):
     run(loaded, datamodule, tmp_path)
     result, _ = run(loaded, datamodule, tmp_path, **change)
@@ -107,7 +136,7 @@ def test_other_settings_are_other_entries(loaded, datamodule, tmp_path, change):
 
 
 def test_other_weights_data_and_versions_are_other_keys(loaded, datamodule, monkeypatch):
-    rows = warmup.encode(datamodule.train_prompts, loaded, "answer")
+    rows = [[row] for row in warmup.encode(datamodule.train_prompts, loaded, "answer")]
     keys = {warmup.cache_key(loaded.lm, rows, SETTINGS), warmup.cache_key(loaded.lm, rows[1:], SETTINGS)}
     other = build_tiny("0123456789+=", hidden_size=32, layers=1, heads=2, max_positions=16, seed=9)
     keys.add(warmup.cache_key(other.lm, rows, SETTINGS))

@@ -55,22 +55,21 @@ class NoiseSchedule(Callback):
         for part in (self._perturbation, self._router):
             if part is not None:
                 clamp_sigma_(part.log_sigma, *self._settings.sigma_bounds)
-        norm = stats.grad_norms[GROUP]
-        kl = self._average("kl", stats.kl_old)
+        norm = stats.grad_norms[GROUP]  # finite, as the step was taken
         mean, square = self._average("norm", norm), self._average("norm squared", norm * norm)
         grow = 1 + self._settings.step
-        over = kl > self._settings.kl_limit
-        self.lr_factor *= 1 / grow if over else grow
-        self.lr_factor = min(max(self.lr_factor, self._settings.min_lr_factor), 1.0)
+        if math.isfinite(stats.kl_old):
+            over = self._average("kl", stats.kl_old) > self._settings.kl_limit
+            self.lr_factor *= 1 / grow if over else grow
+            self.lr_factor = min(max(self.lr_factor, self._settings.min_lr_factor), 1.0)
         noisy = square - mean * mean > self._settings.variance_limit * mean * mean
         self.clip_norm *= grow if noisy else 1 / grow
         self.clip_norm = min(max(self.clip_norm, self._settings.clip_norm), self._settings.max_clip_norm)
 
     def _average(self, name: str, value: float) -> float:
-        if math.isfinite(value):
-            share = self._settings.smoothing
-            self._averages[name] = share * self._averages.get(name, value) + (1 - share) * value
-        return self._averages.get(name, 0.0)
+        share = self._settings.smoothing
+        self._averages[name] = share * self._averages.get(name, value) + (1 - share) * value
+        return self._averages[name]
 
     def state_dict(self) -> dict[str, Any]:
         return {"lr_factor": self.lr_factor, "clip_norm": self.clip_norm, "averages": dict(self._averages)}

@@ -117,7 +117,7 @@ def check_prompts(prompts: PromptBatch, max_new_tokens: int, positions: int | No
         if positions is not None and len(ids) + max_new_tokens > positions:
             raise ValueError(
                 f"rollout.max_new_tokens = {max_new_tokens} and the {len(ids)} tokens of prompt {name} exceed the "
-                f"model's {positions} positions: lower data.max_prompt_tokens or rollout.max_new_tokens"
+                f"{positions} positions of model and engine: lower data.max_prompt_tokens or rollout.max_new_tokens"
             )
 
 

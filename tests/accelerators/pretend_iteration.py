@@ -25,6 +25,9 @@ RUN = [
     *("iterations=1", "threads=1", "warmup=none", "logger=none", "trainer.enable_progress_bar=false"),
     *("data.prompts_per_iteration=8", "rollout.samples=2", "module.update.minibatch_size=8", "module.update.epochs=2"),
     *("alp=decoupled", "rollout_correction=npu", "callbacks=stability"),
+    *("model.policy.critic=separate", "model.lr.actor=4e-4", "model.lr.critic=1e-3", "rollout.max_new_tokens=5"),
+    *("module.loss.value_coefficient=0.5", "module.loss.entropy_coefficient=0.02", "module.kl.coefficient=0.002"),
+    *("module.advantage.gae_lambda=0.95", "module.reward_processing.normalise=none", "module.actor.clip_norm=1"),
     "callbacks.checkpoint=null",  # what is behind a pretend tensor is not saved
     "+reward.terms.even={weight: 1.0, reward: {_target_: tests.support.even_digits}}",
     "module.actor.warmup_iterations=0",

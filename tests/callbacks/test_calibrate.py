@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from lightning_rlhf.callbacks import Calibrate, CalibrationError
 from lightning_rlhf.callbacks.calibrate import compare, pearson
+from lightning_rlhf.control import Control
 from lightning_rlhf.rollout import HFEngine
 from tests.support import Recorder, fit, same, tiny_module, weights
 
@@ -43,6 +46,32 @@ def test_numbers_worked_out_by_hand() -> None:
     assert numbers["calibrate/probs_diff_max"] == pytest.approx(0.1, rel=1e-5)
     assert numbers["calibrate/probs_diff_std"] == pytest.approx(0.05 / math.sqrt(2), rel=1e-5)
     assert numbers["calibrate/probs_pearson_corr"] == pytest.approx(1.0)  # two points lie on a line
+
+
+def test_a_probe_without_a_token_measures_nothing_and_the_next_iteration_probes_again() -> None:
+    """It used to be called an engine without log-probabilities, with a correlation of 1."""
+    probes = iter([([[False, False]], 0.0), ([[True, False]], 1e-4), ([[True, False]], 1.0)])
+
+    def probe(prompts: object, *, max_new_tokens: int) -> tuple[SimpleNamespace, torch.Tensor]:
+        mask, gap = next(probes)
+        engine = torch.full((1, 2), -1.0)
+        return SimpleNamespace(rollout_logprobs=engine, response_mask=torch.tensor(mask)), engine + gap
+
+    actor = torch.nn.Linear(1, 1)
+    engine = SimpleNamespace(sampling=SimpleNamespace(truncated=False, temperature=1.0), describe=dict)
+    trainer = SimpleNamespace(precision="32-true")
+    module: Any = SimpleNamespace(control=Control(), probe=probe, engine=engine, actor=actor, trainer=trainer)
+    prompts: Any = SimpleNamespace(first=lambda count: None)
+    callback, nothing = Calibrate(every=100), cast(Any, None)
+    measured = []
+    for iteration in (1, 2, 3):
+        module.control.begin_iteration(iteration)
+        callback.on_rollout_start(nothing, module, prompts)
+        measured.append(callback._first)
+    assert measured == [True, False, False] and module.control.reported == {}, "the third iteration has no probe"
+    callback._first = True
+    with pytest.raises(CalibrationError, match=r"is 1 nats, over the limit of 0\.001"):
+        callback.on_rollout_start(nothing, module, prompts)
 
 
 def test_pearson_against_torch() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,25 @@ def test_callbacks_work_together_and_with_any_policy(tmp_path: Path) -> None:
 
 
 def test_epoch_stats_are_weighted_by_tokens() -> None:
-    from lightning_rlhf.update import _epoch_stats
-
-    stats = [minibatch_stats() for _ in range(2)]
     pair = [
-        stats[0].__class__(**{**vars(stats[0]), "tokens": 1.0, "kl_old": 0.4, "ratio_max": 1.1}),
-        stats[0].__class__(**{**vars(stats[1]), "tokens": 3.0, "kl_old": 0.0, "ratio_max": 1.5}),
+        replace(minibatch_stats(), tokens=1.0, kl_old=0.4, ratio_max=1.1),
+        replace(minibatch_stats(), tokens=3.0, kl_old=0.0, ratio_max=1.5),
     ]
-    result = _epoch_stats(pair)
-    assert isinstance(result, EpochStats) and result.kl_old == pytest.approx(0.1) and result.ratio_max == 1.5
+    result = EpochStats.over(pair)
+    assert result.kl_old == pytest.approx(0.1) and result.ratio_max == 1.5
+
+
+@pytest.mark.parametrize("broken", [0, 1, 2])
+def test_a_minibatch_that_measured_nothing_hides_no_other_from_the_brakes(broken: int) -> None:
+    """A mean with NaN is NaN, and a maximum is NaN or not by the order: no limit is over either."""
+    three = [replace(minibatch_stats(), tokens=2.0, kl_old=0.3, kl_ref=0.5, clip_fraction=0.6, ratio_max=4.0)] * 3
+    nothing = dict.fromkeys(("kl_old", "kl_ref", "clip_fraction", "ratio_max", "entropy"), math.nan)
+    three[broken] = replace(three[broken], finite=False, **nothing)
+    result = EpochStats.over(three)
+    assert result.minibatches == 3 and result.ratio_max == 4.0
+    numbers = (result.kl_old, result.kl_ref, result.clip_fraction)
+    assert numbers == pytest.approx((0.3, 0.5, 0.6), rel=1e-12)
+    infinite = EpochStats.over([three[broken], replace(three[broken - 1], kl_old=math.inf)])
+    assert infinite.kl_old == math.inf, "measured, and over every limit"
+    none = EpochStats.over([three[broken]])
+    assert all(math.isnan(value) for value in (none.kl_old, none.kl_ref, none.clip_fraction, none.ratio_max))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +123,15 @@ def test_state_survives_a_resume(tmp_path: Path) -> None:
         tmp_path, lambda: [KLEarlyStop(target=1e-4, patience=50)], lambda: tiny_module(iterations=4, **FAST)
     )
     assert callback.over_target == 4
+
+
+def test_the_command_says_a_decision_once(tiny_run: list[str], tmp_path: Path) -> None:
+    """Lightning's own handler and Hydra's would each show it. A process of its own: nothing is imported before."""
+    command = [sys.executable, "-m", "lightning_rlhf.cli", "train", *tiny_run, "logger=none"]
+    command += ["callbacks=kl_early_stop", "callbacks.kl_early_stop.target=1e-12", "module.update.minibatch_size=2"]
+    command += ["iterations=2", f"hydra.run.dir={tmp_path / 'run'}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    for said in (done.stdout + done.stderr, (tmp_path / "run" / "train.log").read_text(encoding="utf-8")):
+        for iteration in (1, 2):
+            assert said.count(f"iteration {iteration}: stop_epochs: kl/old ") == 1

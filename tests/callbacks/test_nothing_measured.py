@@ -6,7 +6,7 @@ import copy
 import math
 from dataclasses import fields, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -117,3 +117,19 @@ def test_the_guards_multiplier_does_not_shrink() -> None:
     assert guard.multiplier == 4.0
     iterate(guard, module, replace(far, kl_ref=0.0), trained=False)
     assert guard.multiplier == 2.0, "a KL that was measured as 0 is calm"
+
+
+@pytest.mark.parametrize("first", [0.1, NAN], ids=["measured", "nothing measured"])
+def test_the_guard_sees_a_jump_from_the_first_minibatch_that_measured_anything(first: float) -> None:
+    control, guard = Control(), KLGuard(restore=False, jump=1.0)
+    module: Any = module_of(control)
+    control.begin_iteration(1)
+    guard.on_experience_ready(cast(Any, None), module, cast(Any, None), experience_stats(kl_ref=0.2))
+    skipped = []
+    with control.allow("skip_step"):
+        for kl in (first, 0.1, NAN, 1.0, 1.2):
+            stats = replace(minibatch_stats(), kl_old=kl, stepped=True)
+            guard.on_before_step(cast(Any, None), module, stats)
+            skipped.append(control.take("skip_step") is not None)
+            guard.on_minibatch_end(cast(Any, None), module, stats)
+    assert skipped == [False, False, False, False, True]

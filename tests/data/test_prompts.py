@@ -218,7 +218,7 @@ def test_rows_that_template_or_unicode_refuse_are_named(template, value, message
 
 
 def test_a_row_that_the_tokenizer_refuses_is_named_among_others():
-    tokens = {"a": 0, "b": 1}
+    tokens = {"a": 0, "b": 1, "bb": 2}  # pieces of text: which characters they cannot make up is not known
     core = Tokenizer(models.WordLevel(tokens, unk_token="?"))
     core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     rows = [{"prompt": text, SOURCE_KEY: f"train.jsonl:{line}"} for line, text in enumerate(["ab", "b", "ac"], start=1)]

@@ -181,9 +181,12 @@ def test_broken_log_probabilities_of_the_engine_are_counted_and_never_nan(missin
         assert metrics["rollout_corr/missing_fraction"] == pytest.approx(2 / generated)
 
 
-def test_nan_log_probabilities_without_correction_do_not_spoil_the_metrics() -> None:
-    _, _, metrics = run(None, broken=((1, 0),))
+def test_a_nan_log_probability_ends_a_run_without_correction_and_spoils_no_metric_of_a_monitor() -> None:
+    with pytest.raises(FloatingPointError, match=r"response token 0 .*rollout_correction=monitor"):
+        run(None, broken=((1, 0),))
+    _, _, metrics = run({"full_every": 1}, broken=((1, 0),))
     assert all(math.isfinite(value) for value in metrics.values())
+    assert metrics["rollout/logprob_abs_diff_mean"] > 0 and metrics["rollout_corr/k3_kl"] > 0
 
 
 # --- bypass ----------------------------------------------------------------------------------------------------------
@@ -471,7 +474,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"rollout_is_threshold_lower": 0.5}, "rollout_is_threshold_lower", "no lower cap"),
     ({"rollout_is_mode": "mask", "rollout_is_threshold_lower": 3.0}, "rollout_is_threshold_lower", "at most"),
     ({"rollout_is_mode": "mask", "rollout_is_threshold": 0.5}, "rollout_is_threshold", "at most"),
-    ({"rollout_is_batch_normalize": "yes"}, "rollout_is_batch_normalize", "true, false"),
+    ({"rollout_is_batch_normalize": "yes"}, "rollout_is_batch_normalize", "true or false"),
     ({"rollout_is_dtype": "int8"}, "rollout_is_dtype", "float32, float16"),
     ({"rollout_is_dtype": "bfloat16", "rollout_is": "token"}, "rollout_is_dtype", "may change a weight"),
     ({"rollout_is_dtype": "float16", "rollout_is_threshold": 4.1}, "rollout_is_dtype", "up to a threshold of 4"),

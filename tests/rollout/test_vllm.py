@@ -257,7 +257,7 @@ def test_greedy_takes_the_likeliest_token(engine: VLLMEngine, lm: Any) -> None:
 def test_what_cannot_be_asked(engine: VLLMEngine) -> None:
     with pytest.raises(ValueError, match="no prompt"):
         draw(engine, asked=PromptBatch([], [], [], [], []))
-    with pytest.raises(ValueError, match=r"rollout\.max_new_tokens = 61 is not allowed"):
+    with pytest.raises(ValueError, match=r"max_new_tokens = 61 and the 4 tokens of prompt .* 64 positions"):
         draw(engine, tokens=61)
 
 

@@ -310,7 +310,7 @@ def test_a_server_that_does_not_fit_is_refused_at_the_start_fake_server(start, c
 
 
 def test_prompts_too_long_for_the_server_fake_server(start, connect, batch):
-    with pytest.raises(ValueError, match="max_new_tokens = 8 is not allowed"):
+    with pytest.raises(ValueError, match=r"max_new_tokens = 8 and the 3 tokens of prompt \w+ exceed the 10 positions"):
         draw(connect(start(max_model_len=10)), batch)
 
 

@@ -43,7 +43,9 @@ class Problem(NamedTuple):
 
 
 class ArithmeticTask:
-    """A source of rows ``{"prompt": "12+34=", "answer": "46"}``.
+    """A source of rows ``{"prompt": "12+34=", "answer": "46", "rambling": "46="}``.
+
+    ``rambling`` is the answer with something behind it, a habit that a supervised warm-up can teach and PPO break.
 
     A problem belongs to the training or to the validation split by a hash of the problem itself. The two splits have
     no problem in common, whatever the seeds and sizes they are drawn with, and ``34+12`` is on the same side as
@@ -102,7 +104,8 @@ class ArithmeticTask:
             text = self._prompt(problem)
             yield {
                 "prompt": [{"role": "user", "content": text}] if self.style == "chat" else text,
-                "answer": self.answer_format.format(answer=problem.answer),
+                "answer": (answer := self.answer_format.format(answer=problem.answer)),
+                "rambling": f"{answer}=",
                 SOURCE_KEY: f"ArithmeticTask[{self.split}]:{number}",
             }
 
