@@ -6,22 +6,18 @@ server that is down, or a database that is locked, delays what is logged and not
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import math
 import os
 import sys
-import time
 import traceback
 import uuid
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from filelock import FileLock
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers.mlflow import MLFlowLogger
 from lightning.pytorch.utilities import rank_zero_only
@@ -30,15 +26,22 @@ from omegaconf import OmegaConf
 
 from lightning_rlhf.metrics import names
 from lightning_rlhf.reporting.mlflow_run import (
-    BRANCH_TAG,
     FOLDER,
-    LONGEST_PARAM,
     LONGEST_TAG,
     RunRecord,
     TrackedRun,
     cut,
     fit_key,
 )
+from lightning_rlhf.reporting.mlflow_store import (
+    address,
+    branch_tags,
+    creation_lock,
+    earlier_run,
+    quiet_mlflow,
+    store_of,
+)
+from lightning_rlhf.reporting.mlflow_values import cell, flattened, now_ms, number, plain
 from lightning_rlhf.reporting.spool import Courier, Deliver, Spool
 from lightning_rlhf.reporting.store import artifacts_beside
 
@@ -46,8 +49,6 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 log = logging.getLogger(__name__)
-
-PARENT_TAG = "mlflow.parentRunId"
 
 
 class RLMLFlowLogger(MLFlowLogger):
@@ -104,14 +105,14 @@ class RLMLFlowLogger(MLFlowLogger):
         retry_seconds: float = 2.0,
     ) -> None:
         self.run_dir, self.flush_timeout = Path(run_dir).expanduser().absolute(), flush_timeout
-        earlier = _earlier(resume_from)
+        earlier = earlier_run(resume_from)
         parent = RunRecord.read(branch_from) if branch_from is not None and earlier is None else None
         starts = ((earlier, resume_from), (parent, branch_from))
-        found = [_store_of(record, folder) for record, folder in starts if record is not None]
-        uri = _uri(tracking_uri or next(filter(None, found), None), store_dir)
-        _quiet_mlflow()
+        found = [store_of(record, folder) for record, folder in starts if record is not None]
+        uri = address(tracking_uri or next(filter(None, found), None), store_dir)
+        quiet_mlflow()
         database = Path(uri.removeprefix("sqlite:///")) if uri.startswith("sqlite:///") else None
-        with _creation_lock(database):
+        with creation_lock(database):
             super().__init__(experiment_name, tracking_uri=uri)
         named = {"mlflow.runName": run_name} if run_name else {}
         # In the experiment of its parent, where MLflow shows one below the other.
@@ -124,7 +125,7 @@ class RLMLFlowLogger(MLFlowLogger):
             resumed=earlier is not None or run_id is not None,
             may_be_lost=earlier is not None and run_id is None,
             artifact_location=(database.parent / "artifacts").as_uri() if database else None,
-            tags=(tags or {}) | named | _branch_tags(parent, branch_from, branch_iteration),
+            tags=(tags or {}) | named | branch_tags(parent, branch_from, branch_iteration),
         )
         self._database = database
         self._opened = self._ended = self._config_logged = False
@@ -205,10 +206,10 @@ class RLMLFlowLogger(MLFlowLogger):
             TypeError: a value that is not a number.
         """
         names.check(name for name in metrics if names.is_ours(name))
-        values = {fit_key(name): _number(name, value) for name, value in metrics.items()}
+        values = {fit_key(name): number(name, value) for name, value in metrics.items()}
         iteration = int(values.get("clock/iteration", step or 0))
         _ = self.experiment  # counts this start of the run
-        self._put(self._log, kind="metrics", start=self.run.record.starts, step=iteration, time=_now(), values=values)
+        self._put(self._log, kind="metrics", start=self.run.record.starts, step=iteration, time=now_ms(), values=values)
 
     @rank_zero_only
     def log_start(self, iteration: int) -> None:
@@ -223,8 +224,8 @@ class RLMLFlowLogger(MLFlowLogger):
 
         The artifact is ``config.yaml``; a resumed run adds ``config_resumed_2.yaml`` at its second start, and so on.
         """
-        config = _plain(config)
-        self._put(self._log, kind="params", values=_flatten(config))
+        config = plain(config)
+        self._put(self._log, kind="params", values=flattened(config))
         self._config_logged = True
         suffix = f"_resumed_{self.run.record.starts}" if self.run.resumed else ""
         self.log_text(OmegaConf.to_yaml(OmegaConf.create(config)), f"config{suffix}.yaml")
@@ -233,7 +234,7 @@ class RLMLFlowLogger(MLFlowLogger):
     def log_hyperparams(self, params: dict[str, Any] | Namespace) -> None:
         """Record parameters, unless :meth:`log_config` has: then they are known already, under their full keys."""
         if not self._config_logged:
-            self._put(self._log, kind="params", values=_flatten(_plain(params)))
+            self._put(self._log, kind="params", values=flattened(plain(params)))
 
     @rank_zero_only
     def log_tags(self, tags: Mapping[str, str]) -> None:
@@ -263,7 +264,7 @@ class RLMLFlowLogger(MLFlowLogger):
             TypeError: names the column whose value JSON cannot hold.
         """
         columns = list(dict.fromkeys(name for row in rows for name in row))
-        data = [[_cell(name, row.get(name)) for name in columns] for row in rows]
+        data = [[cell(name, row.get(name)) for name in columns] for row in rows]
         artifact = f"samples/iteration_{iteration:06d}.json"
         self.log_text(json.dumps({"columns": columns, "data": data}, ensure_ascii=False), artifact)
         self._put(self._files, kind="table", path=artifact)
@@ -312,7 +313,7 @@ class RLMLFlowLogger(MLFlowLogger):
             final = "KILLED" if isinstance(error, (KeyboardInterrupt, SIGTERMException)) else "FAILED"
             if error is not None:
                 self.log_failure(error)
-        self._put(self._log, kind="status", status=final, time=_now())
+        self._put(self._log, kind="status", status=final, time=now_ms())
         self._ended = True
         if not self.flush():
             log.warning(
@@ -334,7 +335,7 @@ class RLMLFlowLogger(MLFlowLogger):
         except MlflowException:
             log.debug("the server is away; it is told later", exc_info=True)
         self._log.append({"kind": "tags", "values": {"failure": cut(reason, LONGEST_TAG)}})
-        self._log.append({"kind": "status", "status": "FAILED", "time": _now()})
+        self._log.append({"kind": "status", "status": "FAILED", "time": now_ms()})
         self._courier.wake()
         self.flush(timeout)
 
@@ -378,122 +379,3 @@ def end_as_failed(run_dir: str | Path, reason: str, timeout: float = 30.0) -> No
     """
     if RunRecord.read(run_dir) is not None:
         RLMLFlowLogger(run_dir, resume_from=run_dir).end_abandoned(reason, timeout)
-
-
-# --- helpers ---------------------------------------------------------------------------------------------------------
-
-
-def _earlier(resume_from: str | Path | None) -> RunRecord | None:
-    earlier = RunRecord.read(resume_from) if resume_from is not None else None
-    if resume_from is not None and earlier is None:
-        log.warning("resume: no MLflow run is recorded in %s; a new one is started", Path(resume_from) / FOLDER)
-    return earlier
-
-
-def _store_of(record: RunRecord, folder: str | Path | None) -> str | None:
-    """Address of the store of a run in this folder, which may have been moved with it; ``None`` where it is lost."""
-    path = Path(record.tracking_uri.removeprefix("sqlite:///"))
-    if not record.tracking_uri.startswith("sqlite:///"):
-        return record.tracking_uri
-    places = [path]
-    if folder is not None and record.run_dir is not None:
-        before, now = Path(record.run_dir), Path(folder).absolute()
-        while before != now and before.name == now.name and before.name:
-            before, now = before.parent, now.parent
-        if path.is_relative_to(before):
-            places.insert(0, now / path.relative_to(before))
-    return next((f"sqlite:///{place}" for place in places if place.exists()), None)
-
-
-def _branch_tags(parent: RunRecord | None, folder: str | Path | None, iteration: int | None) -> dict[str, str]:
-    """Tags of a branch: MLflow's own for the parent, and one to read."""
-    if folder is None:
-        return {}
-    known = {PARENT_TAG: parent.run_id} if parent is not None and parent.run_id is not None else {}
-    where = known.get(PARENT_TAG, Path(folder).absolute())
-    return {**known, BRANCH_TAG: f"{where}" + ("" if iteration is None else f" at iteration {iteration}")}
-
-
-def _uri(given: str | None, store_dir: str | Path) -> str:
-    uri = given or os.environ.get("MLFLOW_TRACKING_URI")
-    if not uri:
-        return f"sqlite:///{Path(store_dir).expanduser().absolute() / 'mlflow.db'}"
-    if uri.startswith(("file:", "/", ".", "~")):
-        raise ValueError(
-            f"logger.tracking_uri = {uri!r} is not allowed: MLflow no longer keeps runs in plain folders; "
-            "null (a local sqlite file in logger.store_dir), sqlite:///FILE or the address of a server"
-        )
-    return uri
-
-
-def _quiet_mlflow() -> None:
-    """No telemetry, no progress bars, no news about database tables, a short wait for a server that is away."""
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-    # The courier repeats calls for as long as it takes; MLflow's own repetition would only hold it up.
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
-    if "mlflow" in sys.modules:
-        from mlflow.telemetry import set_telemetry_client
-
-        set_telemetry_client()  # set up when MLflow was imported; this makes it read the variable again
-    for name in ("mlflow.store.db.utils", "alembic"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-
-
-@contextlib.contextmanager
-def _creation_lock(database: Path | None) -> Iterator[None]:
-    """Two processes that create the tables of one fresh database at once break it; one after the other do not."""
-    if database is None:
-        yield
-        return
-    database.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(database.with_name(f".{database.name}.lock")):
-        yield
-
-
-def _now() -> int:
-    """Milliseconds since 1970, as MLflow wants them."""
-    return int(time.time() * 1000)
-
-
-def _plain(config: Any) -> dict[str, Any]:
-    if OmegaConf.is_config(config):
-        config = OmegaConf.to_container(config, resolve=True)
-    return vars(config) if isinstance(config, Namespace) else dict(config)
-
-
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Dotted keys, and values as YAML would write them, cut to what MLflow holds."""
-    flat: dict[str, str] = {}
-    for name, value in config.items():
-        if isinstance(value, Mapping) and value:
-            flat |= _flatten(value, f"{prefix}{name}.")
-        else:
-            flat[fit_key(f"{prefix}{name}")] = cut(_text(value), LONGEST_PARAM)
-    return flat
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, (dict, list, tuple, bool)) or value is None:
-        return json.dumps(value, ensure_ascii=False, default=str)
-    return str(value)
-
-
-def _number(name: str, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"metric {name} = {value!r} is not a number") from None
-
-
-def _cell(column: str, value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    try:
-        json.dumps(value, allow_nan=False)
-    except ValueError:
-        return str(value)  # NaN inside a list: no browser reads it
-    except TypeError:
-        raise TypeError(f"samples, column {column!r}: {value!r} is not a text, number, list or mapping") from None
-    return value

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -137,7 +138,17 @@ def test_a_process_without_servers_is_no_traceback(folder: Path, monkeypatch: py
 
 def run(*command: str) -> subprocess.CompletedProcess:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run([*command, *TINY], capture_output=True, text=True, timeout=400, env=environment)
+    given = {word.partition("=")[0] for word in command}
+    tiny = [word for word in TINY if word.partition("=")[0] not in given]
+    return subprocess.run([*command, *tiny], capture_output=True, text=True, timeout=400, env=environment)
+
+
+def mlflow_run(run_folder: Path) -> Any:
+    """As the store has it."""
+    from mlflow import MlflowClient
+
+    record = json.loads((run_folder / "tracking" / "run.json").read_text(encoding="utf-8"))
+    return MlflowClient(record["tracking_uri"]).get_run(record["run_id"])
 
 
 @pytest.mark.slow
@@ -152,11 +163,15 @@ def test_two_processes_one_folder_a_death_and_torchrun_goes_on(folder: Path) -> 
         "hydra.job.chdir=true",
         "+callbacks.report._target_=mine.Report",
         "+callbacks.report.die_in=2",
+        "logger=mlflow",
     )
     assert cut.returncode == 1, cut.stderr
     assert "process 1 of 2 ended with signal 9" in cut.stderr
     [run_folder] = folder.glob("outputs/*/*")
     assert f"resume={run_folder}" in cut.stderr
+    tracked = mlflow_run(run_folder)
+    assert tracked.info.status == "FAILED" and tracked.info.end_time is not None
+    assert tracked.data.tags["failure"] == "process 1 of 2 ended with signal 9, and the others were ended with it"
     reports = {file.name: file.read_text() for file in folder.glob("rank_*")}
     assert reports == dict.fromkeys(["rank_0_of_2", "rank_1_of_2"], str(run_folder)), "both ranks, one folder"
     assert [file.name for file in (run_folder / "checkpoints").iterdir()] == ["iteration_000001.ckpt"]
@@ -172,9 +187,12 @@ def test_two_processes_one_folder_a_death_and_torchrun_goes_on(folder: Path) -> 
         "trainer.devices=2",
         "iterations=3",
         f"resume={run_folder}",
+        "logger=mlflow",
     )
     assert resumed.returncode == 0, resumed.stderr
     assert not list(folder.glob("outputs/torchrun-*")), "it goes on in its own folder"
+    assert mlflow_run(run_folder).info.status == "FINISHED"
+    assert mlflow_run(run_folder).info.run_id == tracked.info.run_id
     assert {file.name for file in (run_folder / "checkpoints").iterdir()} >= {"iteration_000003.ckpt"}
     assert resumed.stdout.count("output folder") == 1, "one process speaks"
     log = (run_folder / "train.log").read_text(encoding="utf-8")

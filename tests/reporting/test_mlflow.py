@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 
 from lightning_rlhf.metrics.names import UnknownMetricError
 from lightning_rlhf.reporting import RLMLFlowLogger, RunRecord, send_spooled
+from lightning_rlhf.reporting.mlflow import end_as_failed
 from lightning_rlhf.reporting.mlflow_run import with_table
 
 
@@ -674,6 +675,38 @@ def test_a_run_whose_creation_lost_its_answer_is_found_again(make: Make, monkeyp
     assert history(logger, "reward/mean") == [(1, 1.0)]
     assert logger.experiment_id is not None
     assert len(MlflowClient(logger.tracking_uri).search_runs([logger.experiment_id])) == 1
+
+
+KILLED = """
+    import os, signal, sys
+    from lightning_rlhf.reporting import RLMLFlowLogger
+    logger = RLMLFlowLogger(sys.argv[1], store_dir=sys.argv[2])
+    logger.log_metrics({"reward/mean": 1.0, "clock/iteration": 1})
+    assert logger.flush(300)
+    logger.log_metrics({"reward/mean": 2.0, "clock/iteration": 2})
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_whose_process_was_killed_is_ended_by_another(tmp_path: Path, store: Path) -> None:
+    command = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path / "run"), str(store)]
+    assert subprocess.run(command, check=False, timeout=300).returncode == -signal.SIGKILL
+    record = RunRecord.read(tmp_path / "run")
+    assert record is not None and record.run_id is not None
+    client = MlflowClient(record.tracking_uri)
+    assert client.get_run(record.run_id).info.status == "RUNNING"
+    end_as_failed(tmp_path / "run", "process 1 of 2 ended with signal 9")
+    run = client.get_run(record.run_id)
+    assert run.info.status == "FAILED" and run.info.end_time >= run.info.start_time
+    assert run.data.tags["failure"] == "process 1 of 2 ended with signal 9"
+    assert [m.value for m in client.get_metric_history(record.run_id, "reward/mean")] == [1.0, 2.0], "sent now"
+
+    end_as_failed(tmp_path / "run", "another reason")
+    again = client.get_run(record.run_id)
+    assert again.data.tags == run.data.tags and again.info.end_time == run.info.end_time, "it had ended already"
+    end_as_failed(tmp_path / "nothing", "no run is recorded there")
+    assert not (tmp_path / "nothing").exists()
 
 
 FRESH = """

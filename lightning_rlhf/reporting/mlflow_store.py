@@ -1,0 +1,93 @@
+"""Where a run is recorded: address of the store, the run that goes on, and what MLflow is told before it starts."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from filelock import FileLock
+
+from lightning_rlhf.reporting.mlflow_run import BRANCH_TAG, FOLDER, RunRecord
+
+log = logging.getLogger(__name__)
+
+PARENT_TAG = "mlflow.parentRunId"
+
+
+def earlier_run(resume_from: str | Path | None) -> RunRecord | None:
+    """What is recorded in the folder of the run that goes on; where nothing is, that is said, and a run is new."""
+    earlier = RunRecord.read(resume_from) if resume_from is not None else None
+    if resume_from is not None and earlier is None:
+        log.warning("resume: no MLflow run is recorded in %s; a new one is started", Path(resume_from) / FOLDER)
+    return earlier
+
+
+def store_of(record: RunRecord, folder: str | Path | None) -> str | None:
+    """Address of the store of a run in this folder, which may have been moved with it; ``None`` where it is lost."""
+    path = Path(record.tracking_uri.removeprefix("sqlite:///"))
+    if not record.tracking_uri.startswith("sqlite:///"):
+        return record.tracking_uri
+    places = [path]
+    if folder is not None and record.run_dir is not None:
+        before, now = Path(record.run_dir), Path(folder).absolute()
+        while before != now and before.name == now.name and before.name:
+            before, now = before.parent, now.parent
+        if path.is_relative_to(before):
+            places.insert(0, now / path.relative_to(before))
+    return next((f"sqlite:///{place}" for place in places if place.exists()), None)
+
+
+def branch_tags(parent: RunRecord | None, folder: str | Path | None, iteration: int | None) -> dict[str, str]:
+    """Tags of a branch: MLflow's own for the parent, and one to read."""
+    if folder is None:
+        return {}
+    known = {PARENT_TAG: parent.run_id} if parent is not None and parent.run_id is not None else {}
+    where = known.get(PARENT_TAG, Path(folder).absolute())
+    return {**known, BRANCH_TAG: f"{where}" + ("" if iteration is None else f" at iteration {iteration}")}
+
+
+def address(given: str | None, store_dir: str | Path) -> str:
+    """Of the store: the one given, the environment's, or a file in ``store_dir``.
+
+    Raises:
+        ValueError: a plain folder, which MLflow no longer accepts.
+    """
+    uri = given or os.environ.get("MLFLOW_TRACKING_URI")
+    if not uri:
+        return f"sqlite:///{Path(store_dir).expanduser().absolute() / 'mlflow.db'}"
+    if uri.startswith(("file:", "/", ".", "~")):
+        raise ValueError(
+            f"logger.mlflow.tracking_uri = {uri!r} is not allowed: MLflow no longer keeps runs in plain folders; "
+            "null (a local sqlite file in logger.mlflow.store_dir), sqlite:///FILE or the address of a server"
+        )
+    return uri
+
+
+def quiet_mlflow() -> None:
+    """No telemetry, no progress bars, no news about database tables, a short wait for a server that is away."""
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    # The courier repeats calls for as long as it takes; MLflow's own repetition would only hold it up.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
+    if "mlflow" in sys.modules:
+        from mlflow.telemetry import set_telemetry_client
+
+        set_telemetry_client()  # set up when MLflow was imported; this makes it read the variable again
+    for name in ("mlflow.store.db.utils", "alembic"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+@contextlib.contextmanager
+def creation_lock(database: Path | None) -> Iterator[None]:
+    """Two processes that create the tables of one fresh database at once break it; one after the other do not."""
+    if database is None:
+        yield
+        return
+    database.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(database.with_name(f".{database.name}.lock")):
+        yield

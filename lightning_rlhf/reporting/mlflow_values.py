@@ -1,0 +1,72 @@
+"""Values as MLflow holds them: parameters, metrics, cells of tables, times."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from lightning_rlhf.reporting.mlflow_run import LONGEST_PARAM, cut, fit_key
+
+
+def now_ms() -> int:
+    """Milliseconds since 1970, as MLflow wants them."""
+    return int(time.time() * 1000)
+
+
+def plain(config: Any) -> dict[str, Any]:
+    """A configuration or a namespace as a dict."""
+    if OmegaConf.is_config(config):
+        config = OmegaConf.to_container(config, resolve=True)
+    return vars(config) if isinstance(config, Namespace) else dict(config)
+
+
+def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Dotted keys, and values as YAML would write them, cut to what MLflow holds."""
+    flat: dict[str, str] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flattened(value, f"{prefix}{name}.")
+        else:
+            flat[fit_key(f"{prefix}{name}")] = cut(_text(value), LONGEST_PARAM)
+    return flat
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, (dict, list, tuple, bool)) or value is None:
+        return json.dumps(value, ensure_ascii=False, default=str)
+    return str(value)
+
+
+def number(name: str, value: Any) -> float:
+    """The value of a metric.
+
+    Raises:
+        TypeError: it is none; names the metric.
+    """
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"metric {name} = {value!r} is not a number") from None
+
+
+def cell(column: str, value: Any) -> Any:
+    """A value as JSON holds it, which has no NaN.
+
+    Raises:
+        TypeError: JSON cannot hold it; names the column.
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        return str(value)  # NaN inside a list: no browser reads it
+    except TypeError:
+        raise TypeError(f"samples, column {column!r}: {value!r} is not a text, number, list or mapping") from None
+    return value
