@@ -44,7 +44,7 @@ keys that are changed most
 examples
   lightning-rlhf train iterations=100 module.loss.clip_high=0.28
   lightning-rlhf train experiment=smollm2_arithmetic
-  lightning-rlhf train data=jsonl data.train.path=prompts.jsonl callbacks.kl_early_stop=null
+  lightning-rlhf train model=hf model.source.path=my/model data=jsonl data.train.path=prompts.jsonl reward=numeric
   lightning-rlhf train --multirun seed=1,2,3
   lightning-rlhf train --config-dir my_configs callbacks=mine +callbacks.other._target_=my_file.Other
 
