@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_rlhf.assembly import find_checkpoint
 from lightning_rlhf.checkpoint_files import STATE, iteration_of, latest_valid
+from lightning_rlhf.moved import folder_of_command, moved
 from lightning_rlhf.recompose import (
     OF_ONE_START,
     Composition,
@@ -85,6 +85,8 @@ class Resumption:
         composition: what the configuration is composed from now.
         branch: why this is a branch of the run, and not the run itself; empty if it is the run.
         outputs: folder of the run when the checkpoint was written.
+        typed: the overrides of this start.
+        other_data: whether it may go on where the training data is not that of the checkpoint.
     """
 
     checkpoint: Path
@@ -96,12 +98,14 @@ class Resumption:
     branch: list[str]
     outputs: str
     typed: tuple[str, ...] = field(default=())
+    other_data: bool = False
 
     def settings_in(self, folder: str | Path) -> dict[str, Any]:
         """The configuration of this start, whose files go into ``folder``."""
         folder = Path(folder).absolute()
         config = moved(self.config, self.run, self.outputs, folder)
         config |= {"output_dir": str(folder), "resume": str(self.checkpoint.absolute()), "branch": None}
+        config["resume_on_other_data"] = self.other_data
         earlier = None if self.run is None else str(self.run)
         config["logger"] = tracked(config.get("logger"), resume_from=None, branch_from=None)
         if self.branch:
@@ -154,8 +158,8 @@ def planned(place: str, new: Composition) -> Resumption:
     saved, iteration = read_settings(checkpoint)
     run = run_of(checkpoint)
     config, composition = recomposed(saved, composition_of(run), new)
-    wish = value_of(new.overrides, "branch")
-    return _resumption(checkpoint, iteration, run, saved, config, composition, wish, new.overrides)
+    wishes = {key: value_of(new.overrides, key) for key in ("branch", "resume_on_other_data")}
+    return _resumption(checkpoint, iteration, run, saved, config, composition, wishes, new.overrides)
 
 
 def planned_from(config: DictConfig) -> Resumption:
@@ -178,7 +182,8 @@ def planned_from(config: DictConfig) -> Resumption:
             part.pop(key, None)
     before, given = (moved(part, None, place, Path(saved["output_dir"])) for part in (before, given))
     settings = apply_difference(saved, before, given)
-    return _resumption(checkpoint, iteration, run, saved, settings, composition_of(run), config.get("branch"), ())
+    wishes = {key: config.get(key) for key in ("branch", "resume_on_other_data")}
+    return _resumption(checkpoint, iteration, run, saved, settings, composition_of(run), wishes, ())
 
 
 def _resumption(
@@ -188,11 +193,13 @@ def _resumption(
     saved: Mapping[str, Any],
     config: dict[str, Any],
     composition: Composition,
-    wish: bool | None,
+    wishes: Mapping[str, Any],
     typed: tuple[str, ...],
 ) -> Resumption:
-    if wish is not None and not isinstance(wish, bool):
-        raise InputError(f"branch = {wish!r} is not allowed: true, false or null")
+    for key, value in wishes.items():
+        if value is not None and not isinstance(value, bool):
+            raise InputError(f"{key} = {value!r} is not allowed: true, false{' or null' if key == 'branch' else ''}")
+    wish, other_data = wishes["branch"], bool(wishes["resume_on_other_data"])
     changes = dict(differences(saved, config))
     other = [key for key, _ in in_short({k: v for k, v in changes.items() if not keeps_numbers(k)})]
     named = other if len(other) <= 3 else [*other[:2], f"{len(other) - 2} more"]
@@ -202,10 +209,12 @@ def _resumption(
         reasons.append(f"the run has gone on to iteration {newest} since")
     if run is None:
         reasons.append("the checkpoint lies outside of a run's folder")
+    if other_data:
+        reasons.append("its data may be other than the run's (resume_on_other_data=true)")
     if wish is not None:
         reasons = (reasons or ["it was asked for (branch=true)"]) if wish else []
     outputs = str(saved.get("output_dir"))
-    return Resumption(checkpoint, iteration, run, config, changes, composition, reasons, outputs, typed)
+    return Resumption(checkpoint, iteration, run, config, changes, composition, reasons, outputs, typed, other_data)
 
 
 def differences(saved: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
@@ -292,69 +301,6 @@ def composition_of(run: Path | None) -> Composition:
 def latest_record(run: Path | None, folder: Path) -> bool:
     """Whether a run is tracked by a logger that can go on with it."""
     return run is not None and any((place / "tracking" / "run.json").exists() for place in (run, folder))
-
-
-# --- a run that has moved --------------------------------------------------------------------------------------------
-
-PATH_KEY = re.compile(r"(^|[._])(path|paths|dir|dirpath|file|files|folder)$")
-
-
-def moved(config: Mapping[str, Any], run: Path | None, outputs: str, folder: Path) -> dict[str, Any]:
-    """The configuration with its paths where they are now.
-
-    * what lay in the run's folder: in ``folder``;
-    * where the run's folder was moved together with the folders above it: what lay there, if it was moved too;
-    * relative ones, under keys that say path, file or folder: as before, also where the command is typed elsewhere.
-
-    Args:
-        config: resolved.
-        run: where the run's folder is now.
-        outputs: where it was when the checkpoint was written.
-        folder: where files go from now on.
-    """
-    former, shift, command = Path(outputs), _shift(outputs, run), folder_of_command(run, outputs)
-
-    def place(value: str, key: str) -> str:
-        path = Path(value)
-        if not path.is_absolute():
-            elsewhere = command is not None and PATH_KEY.search(key) and value and not path.exists()
-            return str(command / path) if elsewhere and (command / path).exists() else value  # type: ignore[operator]
-        if path.is_relative_to(former):
-            return str(folder / path.relative_to(former))
-        if shift is not None and path.is_relative_to(shift[0]):
-            there = shift[1] / path.relative_to(shift[0])
-            return str(there) if there.exists() else value
-        return value
-
-    def walk(node: Any, key: str) -> Any:
-        if isinstance(node, Mapping):
-            return {name: walk(value, f"{key}.{name}" if key else str(name)) for name, value in node.items()}
-        if isinstance(node, list):
-            return [walk(value, key) for value in node]
-        return place(node, key) if isinstance(node, str) else node
-
-    return walk(config, "")
-
-
-def folder_of_command(run: Path | None, outputs: str) -> Path | None:
-    """Where the run was started, if that folder is there, moved or not."""
-    recorded = [record["cwd"] for record in starts(run) if "cwd" in record] if run is not None else []
-    if not recorded:
-        return None
-    place, shift = Path(recorded[0]), _shift(outputs, run)
-    if shift is not None and place.is_relative_to(shift[0]):
-        place = shift[1] / place.relative_to(shift[0])
-    return place if place.is_dir() else None
-
-
-def _shift(outputs: str, run: Path | None) -> tuple[Path, Path] | None:
-    """The longest folders above the former and the present place that differ; ``None`` for a run that stayed."""
-    before, now = Path(outputs), run
-    if now is None or before == now:
-        return None
-    while before.name == now.name and before.name:
-        before, now = before.parent, now.parent
-    return before, now
 
 
 def value_in(config: DictConfig, key: str) -> Any:
