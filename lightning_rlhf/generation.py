@@ -7,9 +7,10 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
-from lightning_rlhf.experience import PromptBatch, Rollout
+from lightning_rlhf.experience import Experience, PromptBatch, Rollout
 from lightning_rlhf.memory import memory_policy
 from lightning_rlhf.metrics.batch import MetricBatch
 from lightning_rlhf.models.sharding import gathered, is_sharded
@@ -17,6 +18,7 @@ from lightning_rlhf.processes import together
 from lightning_rlhf.rollout import AheadRollouts
 from lightning_rlhf.rollout.binding import check_finite
 from lightning_rlhf.rollout.parts import generate_in_parts
+from lightning_rlhf.scoring import score_experience
 
 if TYPE_CHECKING:
     from lightning_rlhf.module import ActorCriticModule
@@ -35,6 +37,21 @@ class RolloutSource:
         """Responses drawn now, on the module's device."""
         with self.weights():
             return self.checked(self._request(prompts, greedy)()).to(self.module.device)
+
+    @torch.no_grad()
+    def probe(self, prompts: PromptBatch, max_new_tokens: int) -> tuple[Rollout, Tensor]:
+        """One answer to each prompt and the trainer's log-probabilities, see :meth:`ActorCriticModule.probe`."""
+        module = self.module
+        limit = min(max_new_tokens, int(module.control.value("max_new_tokens")))
+        with module.trainer.precision_plugin.forward_context():
+            with self.weights():
+                answers = module.engine.generate(prompts, samples=1, max_new_tokens=limit, seed=module.seed)
+                answers = self.checked(answers)
+            answers = answers.to(module.device)
+            experience = Experience.from_rollout(answers, prompts.texts, texts=[""] * len(answers))
+            temperature, budget = module.engine.sampling.temperature, module.settings.update.score_tokens
+            score_experience(experience, module.actor, None, None, temperature=temperature, budget=budget)
+        return answers, experience.require("old_logprobs")
 
     def checked(self, rollout: Rollout) -> Rollout:
         """The rollout itself, if the module knows what to do with tokens that have no log-probability.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,19 +17,19 @@ from lightning_rlhf.data import check_room
 from lightning_rlhf.evaluation import Evaluation
 from lightning_rlhf.events import ExperienceStats, emit
 from lightning_rlhf.experience import Experience, MiniBatch, PromptBatch, Rollout
-from lightning_rlhf.functional.kl import kl_estimate
-from lightning_rlhf.functional.losses import PolicyLoss, aggregate, ppo_policy_loss, value_loss
+from lightning_rlhf.functional.losses import PolicyLoss, ppo_policy_loss
 from lightning_rlhf.generation import RolloutSource
 from lightning_rlhf.logbook import Logbook
 from lightning_rlhf.memory import OutOfMemory, attempt
 from lightning_rlhf.metrics.batch import MetricBatch
-from lightning_rlhf.metrics.experience import experience_numbers, policy_metrics
+from lightning_rlhf.metrics.experience import experience_numbers
 from lightning_rlhf.metrics.moments import RunningMoments
 from lightning_rlhf.mixins.alp import ALPMixin
 from lightning_rlhf.mixins.rollout_correction import RolloutCorrectionMixin
 from lightning_rlhf.models import Policy, SharedCritic
 from lightning_rlhf.models.sharding import is_sharded
 from lightning_rlhf.module_state import ModuleState
+from lightning_rlhf.objective import micro_batch_loss
 from lightning_rlhf.optimizer import default_group, make_optimizer, set_rates, take_settings
 from lightning_rlhf.parallel import agree_on_fields
 from lightning_rlhf.processes import together
@@ -39,7 +38,7 @@ from lightning_rlhf.rollout import RolloutEngine
 from lightning_rlhf.rollout.binding import end_tokens
 from lightning_rlhf.scoring import compute_advantages, score_experience, score_rewards
 from lightning_rlhf.settings import PPOSettings
-from lightning_rlhf.update import ACCEPTED_TOKENS, UpdateLoop
+from lightning_rlhf.update import UpdateLoop
 
 
 class PolicyOutput(NamedTuple):
@@ -222,7 +221,6 @@ class ActorCriticModule(LightningModule):
         """Responses of the engine's policy, on the module's device."""
         return self._rollouts.generate(prompts, greedy=greedy)
 
-    @torch.no_grad()
     def probe(self, prompts: PromptBatch, *, max_new_tokens: int) -> tuple[Rollout, Tensor]:
         """One answer of the engine to each prompt, and the trainer's log-probabilities of its tokens.
 
@@ -236,16 +234,7 @@ class ActorCriticModule(LightningModule):
         Returns:
             The rollout, and ``[B, R]`` float32 log-probabilities (nats), 0 on padding.
         """
-        limit = min(max_new_tokens, int(self.control.value("max_new_tokens")))
-        with self.trainer.precision_plugin.forward_context():
-            with self._rollouts.weights():
-                answers = self.engine.generate(prompts, samples=1, max_new_tokens=limit, seed=self.seed)
-                answers = self._rollouts.checked(answers)
-            answers = answers.to(self.device)
-            experience = Experience.from_rollout(answers, prompts.texts, texts=[""] * len(answers))
-            temperature, budget = self.engine.sampling.temperature, self.settings.update.score_tokens
-            score_experience(experience, self.actor, None, None, temperature=temperature, budget=budget)
-        return answers, experience.require("old_logprobs")
+        return self._rollouts.probe(prompts, max_new_tokens)
 
     def score_rewards(self, prompts: PromptBatch, rollout: Rollout) -> Experience:
         """Experience with texts, scores ``[B]`` and the terms they consist of."""
@@ -279,42 +268,7 @@ class ActorCriticModule(LightningModule):
 
     def micro_batch_loss(self, micro: MiniBatch, metrics: MetricBatch) -> Tensor:
         """Loss of one micro-batch; the micro-batches of a minibatch add up to the minibatch's loss."""
-        settings = self.settings
-        output = self.actor_logprobs(micro)
-        policy = self.policy_loss(micro, output.logprobs)
-        if policy.accepted is not None:  # rejected now, by the policy as it moved: for everything that follows, too
-            micro = replace(micro, loss_mask=policy.accepted)
-        mask, total = micro.require("loss_mask"), policy.loss
-        metrics.sum(ACCEPTED_TOKENS, mask)
-        metrics.sum("ppo/policy_loss", policy.loss)
-        if self.critic is not None:
-            values = self._critic_values(micro) if output.values is None else output.values
-            value = value_loss(
-                values,
-                micro.require("values"),
-                micro.require("returns"),
-                mask,
-                clip=settings.loss.value_clip,
-                **self._aggregation(micro),
-            )
-            total = total + settings.loss.value_coefficient * value.loss
-            metrics.sum("ppo/value_loss", value.loss)
-            metrics.mean("value/clip_fraction", value.clipped.float(), mask)
-        if output.entropy is not None:
-            metrics.mean("entropy/update", output.entropy, mask)
-        if output.entropy is not None and settings.loss.entropy_coefficient:
-            entropy = aggregate(output.entropy, mask, **self._aggregation(micro))
-            total = total - settings.loss.entropy_coefficient * entropy
-        if micro.ref_logprobs is not None and settings.kl.placement == "loss":
-            penalty = kl_estimate(output.logprobs, micro.ref_logprobs, settings.kl.estimator, mask=mask)
-            kl = aggregate(penalty, mask, **self._aggregation(micro))
-            total = total + self.control.value("kl_coefficient") * kl
-            metrics.sum("kl/loss", kl)
-        for name, term in self.extra_losses(micro).items():
-            total = total + term
-            metrics.sum(name, term)
-        policy_metrics(micro, output.logprobs.detach(), policy, metrics)
-        return total
+        return micro_batch_loss(self, micro, metrics)
 
     # --- evaluation ----------------------------------------------------------------------------------------------
 
@@ -419,10 +373,6 @@ class ActorCriticModule(LightningModule):
             "sequences": minibatch.sequences,
             "horizon": self.engine.sampling.max_new_tokens,
         }
-
-    def _critic_values(self, part: Experience) -> Tensor:
-        ids, mask = part.concatenated()
-        return self.critic(ids, mask, part.response_ids.shape[1])[:, :-1]  # type: ignore[misc]
 
 
 class PPOModule(ALPMixin, RolloutCorrectionMixin, ActorCriticModule):

@@ -31,7 +31,7 @@ from lightning_rlhf.schema import InputError, flatten, get
 from lightning_rlhf.searchpath import register
 from lightning_rlhf.spelling import hint
 
-OF_ONE_START = ("resume", "branch", "output_dir")
+OF_ONE_START = ("resume", "branch", "resume_on_other_data", "output_dir")
 """Keys that say how one command is run; the next one does not inherit them."""
 
 

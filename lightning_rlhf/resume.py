@@ -85,6 +85,8 @@ class Resumption:
         composition: what the configuration is composed from now.
         branch: why this is a branch of the run, and not the run itself; empty if it is the run.
         outputs: folder of the run when the checkpoint was written.
+        typed: the overrides of this start.
+        other_data: whether it may go on where the training data is not that of the checkpoint.
     """
 
     checkpoint: Path
@@ -96,12 +98,14 @@ class Resumption:
     branch: list[str]
     outputs: str
     typed: tuple[str, ...] = field(default=())
+    other_data: bool = False
 
     def settings_in(self, folder: str | Path) -> dict[str, Any]:
         """The configuration of this start, whose files go into ``folder``."""
         folder = Path(folder).absolute()
         config = moved(self.config, self.run, self.outputs, folder, typed=self.changes)
         config |= {"output_dir": str(folder), "resume": str(self.checkpoint.absolute()), "branch": None}
+        config["resume_on_other_data"] = self.other_data
         earlier = None if self.run is None else str(self.run)
         config["logger"] = tracked(config.get("logger"), resume_from=None, branch_from=None)
         if self.branch:
@@ -154,8 +158,8 @@ def planned(place: str, new: Composition) -> Resumption:
     saved, iteration = read_settings(checkpoint)
     run = run_of(checkpoint)
     config, composition = recomposed(saved, composition_of(run, iteration), new)
-    wish = value_of(new.overrides, "branch")
-    return _resumption(place, checkpoint, iteration, run, saved, config, composition, wish, new.overrides)
+    wishes = {key: value_of(new.overrides, key) for key in ("branch", "resume_on_other_data")}
+    return _resumption(place, checkpoint, iteration, run, saved, config, composition, wishes, new.overrides)
 
 
 def planned_from(config: DictConfig) -> Resumption:
@@ -179,8 +183,8 @@ def planned_from(config: DictConfig) -> Resumption:
     before, given = (moved(part, None, place, Path(saved["output_dir"])) for part in (before, given))
     settings = apply_difference(saved, before, given)
     own = composition_of(run, iteration)
-    wish = config.get("branch")
-    return _resumption(str(config.resume), checkpoint, iteration, run, saved, settings, own, wish, ())
+    wishes = {key: config.get(key) for key in ("branch", "resume_on_other_data")}
+    return _resumption(str(config.resume), checkpoint, iteration, run, saved, settings, own, wishes, ())
 
 
 def _resumption(
@@ -191,11 +195,13 @@ def _resumption(
     saved: Mapping[str, Any],
     config: dict[str, Any],
     composition: Composition,
-    wish: bool | None,
+    wishes: Mapping[str, Any],
     typed: tuple[str, ...],
 ) -> Resumption:
-    if wish is not None and not isinstance(wish, bool):
-        raise InputError(f"branch = {wish!r} is not allowed: true, false or null")
+    for key, value in wishes.items():
+        if value is not None and not isinstance(value, bool):
+            raise InputError(f"{key} = {value!r} is not allowed: true, false{' or null' if key == 'branch' else ''}")
+    wish, other_data = wishes["branch"], bool(wishes["resume_on_other_data"])
     wanted = config.get("iterations")
     if isinstance(wanted, int) and wanted < iteration:
         raise InputError(f"iterations = {wanted} is not allowed: the checkpoint has already done {iteration}")
@@ -209,10 +215,12 @@ def _resumption(
         reasons.append(f"the run has gone on to iteration {newest} since")
     if run is None:
         reasons.append("the checkpoint lies outside of a run's folder")
+    if other_data:
+        reasons.append("its data may be other than the run's (resume_on_other_data=true)")
     if wish is not None:
         reasons = (reasons or ["it was asked for (branch=true)"]) if wish else []
     outputs = str(saved.get("output_dir"))
-    return Resumption(checkpoint, iteration, run, config, changes, composition, reasons, outputs, typed)
+    return Resumption(checkpoint, iteration, run, config, changes, composition, reasons, outputs, typed, other_data)
 
 
 def differences(saved: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:

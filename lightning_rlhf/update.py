@@ -19,6 +19,7 @@ from lightning_rlhf.memory import OutOfMemory, attempt, free_memory, memory_poli
 from lightning_rlhf.metrics.batch import MetricBatch
 from lightning_rlhf.minibatches import MinibatchPlan, without_loss
 from lightning_rlhf.models.sharding import is_sharded
+from lightning_rlhf.objective import ACCEPTED_TOKENS
 from lightning_rlhf.parallel import (
     average_gradients,
     gather_experience,
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from lightning_rlhf.module import ActorCriticModule
 
 BROKEN_NORMS = "nonfinite gradient norms"
-ACCEPTED_TOKENS = "accepted tokens"
-"""Of one minibatch, over all ranks; reduced with its metrics and not among them."""
 
 
 class UpdateLoop:

@@ -45,7 +45,7 @@ from lightning_rlhf.callbacks import RLHFCallback
 from lightning_rlhf.interruption import signals
 
 class Waits(RLHFCallback):
-    """Says that an event is reached, and stays there until a signal has come."""
+    """Says that an event is reached, and stays there until a signal has come; not where a file says to go on."""
 
     def __init__(self, event, iteration, until="noted"):
         self.event, self.iteration, self.until = event, iteration, until
@@ -60,7 +60,7 @@ class Waits(RLHFCallback):
         self.at("evaluation", module)
 
     def at(self, event, module):
-        if (event, module.control.iteration) != (self.event, self.iteration):
+        if (event, module.control.iteration) != (self.event, self.iteration) or Path("go_on").exists():
             return
         Path(f"reached_{os.environ.get('RANK', '0')}").touch()
         while self.until == "for ever" or not signals().received:
@@ -168,13 +168,15 @@ def test_a_signal_in_the_rollout_writes_the_iteration_before_and_the_printed_com
     ]
     assert status(folder) == "KILLED"
 
-    # The same settings given again: the checkpoint is what is looked at here.
-    again = Command(folder, *shlex.split(command)[1:], "hydra.run.dir=resumed", "iterations=5", "warmup=none", *TINY)
+    (folder / "go_on").touch()
+    again = Command(folder, *shlex.split(command)[1:])
+    assert again.end() == 0, again.said
+    assert status(folder) == "FINISHED"
     whole = Command(folder, "train", "hydra.run.dir=whole", "iterations=5", "warmup=none", "logger=none", *TINY)
-    assert again.end() == whole.end() == 0
+    assert whole.end() == 0, whole.said
     left, right = (
         torch.load(folder / name / "checkpoints" / "iteration_000005.ckpt", weights_only=True)
-        for name in ("resumed", "whole")
+        for name in ("run", "whole")
     )
     torch.testing.assert_close(left["state_dict"], right["state_dict"], rtol=0, atol=0)
     states = [saved["optimizer_states"][0]["state"] for saved in (left, right)]

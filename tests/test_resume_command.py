@@ -324,6 +324,11 @@ def test_other_data_is_refused_and_accepted_where_asked(project: Path, capsys: p
     assert train("resume=run", "iterations=3", "resume_on_other_data=true", "hydra.run.dir=other") == 0
     assert last(project / "other")["iteration"] == 3
     assert train("resume=other", "iterations=4") == 0, "from here on it is the run's data"
+    assert train("resume=other", "resume_on_other_data=yes") == 2
+    assert "resume_on_other_data = 'yes' is not allowed: true, false" in capsys.readouterr().err
+    (project / "prompts.jsonl").write_text("\n".join(json.dumps(row) for row in rows[::-1]), encoding="utf-8")
+    assert train("resume=other", "iterations=5") == 2, "what was allowed once is not allowed for ever"
+    assert "the same rows in another order" in capsys.readouterr().err
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Data: sources of rows, prompts made of them, and the data module that hands them out."""
 
-from lightning_rlhf.data.datamodule import PromptDataModule, PromptLoader, PromptStream
+from lightning_rlhf.data.datamodule import PromptDataModule
 from lightning_rlhf.data.lengths import check_room
+from lightning_rlhf.data.loaders import PromptLoader, PromptStream
 from lightning_rlhf.data.prompts import Prompt, PromptEncoder
 from lightning_rlhf.data.sources import DataError, HFDatasetSource, JSONLSource, ParquetSource, open_source
 

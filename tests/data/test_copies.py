@@ -7,7 +7,7 @@ from collections import defaultdict
 import pytest
 
 from lightning_rlhf.data import PromptDataModule
-from lightning_rlhf.data.datamodule import PromptStream
+from lightning_rlhf.data.loaders import PromptStream
 from lightning_rlhf.experience import PromptBatch, sample_seed
 from lightning_rlhf.rollout.assemble import row_seeds
 from tests.support import tiny_module

@@ -18,7 +18,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lightning_rlhf.data import DataError, PromptDataModule
-from lightning_rlhf.data.datamodule import PromptStream, ValidationLoader, hold_out
+from lightning_rlhf.data.datamodule import hold_out
+from lightning_rlhf.data.loaders import PromptStream, ValidationLoader
 from lightning_rlhf.data.prompts import Prompt
 from lightning_rlhf.experience import prompt_key
 

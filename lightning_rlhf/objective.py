@@ -1,0 +1,72 @@
+"""The loss of a micro-batch: policy, values, entropy, KL to the reference, and what mixins add."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from lightning_rlhf.experience import MiniBatch
+from lightning_rlhf.functional.kl import kl_estimate
+from lightning_rlhf.functional.losses import aggregate, value_loss
+from lightning_rlhf.metrics.batch import MetricBatch
+from lightning_rlhf.metrics.experience import policy_metrics
+
+if TYPE_CHECKING:
+    from lightning_rlhf.module import ActorCriticModule
+
+ACCEPTED_TOKENS = "accepted tokens"
+"""Of one minibatch, over all ranks; reduced with its metrics and not among them."""
+
+
+def micro_batch_loss(module: ActorCriticModule, micro: MiniBatch, metrics: MetricBatch) -> Tensor:
+    """The loss to go backward from, a scalar, normalised so that the micro-batches of a minibatch add up.
+
+    Args:
+        module: whose extension points say what the terms are.
+        micro: rows of one minibatch.
+        metrics: gets the terms.
+    """
+    settings = module.settings
+    output = module.actor_logprobs(micro)
+    policy = module.policy_loss(micro, output.logprobs)
+    if policy.accepted is not None:  # rejected now, by the policy as it moved: for everything that follows, too
+        micro = replace(micro, loss_mask=policy.accepted)
+    mask, total = micro.require("loss_mask"), policy.loss
+    metrics.sum(ACCEPTED_TOKENS, mask)
+    metrics.sum("ppo/policy_loss", policy.loss)
+    if module.critic is not None:
+        values = _values(module, micro) if output.values is None else output.values
+        value = value_loss(
+            values,
+            micro.require("values"),
+            micro.require("returns"),
+            mask,
+            clip=settings.loss.value_clip,
+            **module._aggregation(micro),
+        )
+        total = total + settings.loss.value_coefficient * value.loss
+        metrics.sum("ppo/value_loss", value.loss)
+        metrics.mean("value/clip_fraction", value.clipped.float(), mask)
+    if output.entropy is not None:
+        metrics.mean("entropy/update", output.entropy, mask)
+    if output.entropy is not None and settings.loss.entropy_coefficient:
+        entropy = aggregate(output.entropy, mask, **module._aggregation(micro))
+        total = total - settings.loss.entropy_coefficient * entropy
+    if micro.ref_logprobs is not None and settings.kl.placement == "loss":
+        penalty = kl_estimate(output.logprobs, micro.ref_logprobs, settings.kl.estimator, mask=mask)
+        kl = aggregate(penalty, mask, **module._aggregation(micro))
+        total = total + module.control.value("kl_coefficient") * kl
+        metrics.sum("kl/loss", kl)
+    for name, term in module.extra_losses(micro).items():
+        total = total + term
+        metrics.sum(name, term)
+    policy_metrics(micro, output.logprobs.detach(), policy, metrics)
+    return total
+
+
+def _values(module: ActorCriticModule, micro: MiniBatch) -> Tensor:
+    """``[B, R]`` of a critic that is a model of its own."""
+    ids, mask = micro.concatenated()
+    return module.critic(ids, mask, micro.response_ids.shape[1])[:, :-1]  # type: ignore[misc]
