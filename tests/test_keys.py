@@ -160,7 +160,8 @@ RUN: dict[str, Change | str] = {
     "warmup.batch_size": "5",
     "warmup.lr": "0.1",
     "warmup.target": "100",
-    "warmup.answer_field": "prompt",
+    "warmup.answer_field.answer": "9",
+    "warmup.answer_field.rambling": "9",
 }
 
 BUILT: dict[str, Change | str] = {

@@ -26,6 +26,13 @@ def score(reward: MathExpression, response: str, answer: str = "46") -> float:
 
 @pytest.fixture
 def math() -> MathExpression:
+    """With a limit that a busy machine does not reach."""
+    pytest.importorskip("math_verify")
+    return MathExpression(timeout=60)
+
+
+@pytest.fixture
+def hasty() -> MathExpression:
     pytest.importorskip("math_verify")
     return MathExpression(timeout=1)
 
@@ -70,19 +77,19 @@ def test_unreadable_answer_scores_zero_is_counted_and_said(math, caplog):
 ENDLESS = ["$9^{9^{9}}$", "$9^{9^{9^9}}$"]
 
 
-def test_endless_expressions_are_stopped_counted_and_said(math, caplog):
+def test_endless_expressions_are_stopped_counted_and_said(hasty, caplog):
     with caplog.at_level(logging.WARNING):
-        assert [score(math, text) for text in ENDLESS] == [0, 0]
-    assert math.counts == {"timeouts": 2}
+        assert [score(hasty, text) for text in ENDLESS] == [0, 0]
+    assert hasty.counts == {"timeouts": 2}
     assert "timeouts: 1 so far; the last for '$9^{9^{9}}$'" in caplog.text
-    assert [score(math, "46"), score(math, "47")] == [1, 0]
+    assert [score(hasty, "46"), score(hasty, "47")] == [1, 0]
 
 
-def test_other_threads_have_the_same_limit_and_take_turns(math):
+def test_other_threads_have_the_same_limit_and_take_turns(hasty):
     scores: dict[str, list[float]] = {}
 
     def work(name: str) -> None:
-        scores[name] = [score(math, text) for text in ("46", "$9^{9^{9}}$", "47", "46")]
+        scores[name] = [score(hasty, text) for text in ("46", "$9^{9^{9}}$", "47", "46")]
 
     threads = [threading.Thread(target=work, args=[name]) for name in "ab"]
     for thread in threads:
@@ -90,7 +97,7 @@ def test_other_threads_have_the_same_limit_and_take_turns(math):
     for thread in threads:
         thread.join(timeout=60)
     assert scores == {"a": [1, 0, 0, 1], "b": [1, 0, 0, 1]}
-    assert math.counts == {"timeouts": 2}
+    assert hasty.counts == {"timeouts": 2}
 
 
 @pytest.mark.parametrize("function", ["parse", "verify"])
@@ -129,7 +136,7 @@ def test_the_process_is_kept_and_started_again_where_it_died(math):
 def test_copies_and_forked_processes_have_processes_of_their_own(math):
     assert score(math, "46") == 1
     for other in (copy.deepcopy(math), pickle.loads(pickle.dumps(math))):
-        assert other.timeout == 1
+        assert other.timeout == math.timeout
         assert score(other, "46") == 1
         assert pid(other) != pid(math)
     first, child = pid(math), os.fork()
