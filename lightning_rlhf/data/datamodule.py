@@ -11,7 +11,7 @@ import torch
 from lightning import LightningDataModule, Trainer
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rlhf.data.fingerprint import differences, fingerprint
+from lightning_rlhf.data.fingerprint import differences, fingerprint, held_out, held_out_difference
 from lightning_rlhf.data.prompts import EncodedPrompts, Prompt, PromptEncoder, collate, numbered
 from lightning_rlhf.data.sources import SOURCE_KEY, DataError, listed, open_source, read_rows
 from lightning_rlhf.experience import PromptBatch
@@ -226,6 +226,7 @@ class PromptDataModule(LightningDataModule):
         )
         self._prompts: tuple[list[Prompt], list[Prompt]] | None = None
         self._loader: PromptLoader | None = None
+        self._held_out: dict[str, Any] = {}
         self.accept_other_data = False
         """Whether a checkpoint that was trained on other data may be resumed."""
         self.dropped: dict[str, int] = {}
@@ -289,6 +290,7 @@ class PromptDataModule(LightningDataModule):
                 shuffle=self.shuffle,
             )
             self._loader = PromptLoader(prompts, stream, self.iterations)
+            self._held_out = held_out(self.validation_prompts)
 
     def train_dataloader(self) -> PromptLoader:
         if self._loader is None:
@@ -317,7 +319,7 @@ class PromptDataModule(LightningDataModule):
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._loader is None else self._loader.state_dict()
+        return {} if self._loader is None else self._loader.state_dict() | {"held_out": self._held_out}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue behind the batches already handed out; evaluation has no position to restore.
@@ -328,6 +330,8 @@ class PromptDataModule(LightningDataModule):
         if self._loader is not None:
             self._loader.accept_other_data = self.accept_other_data
             self._loader.load_state_dict(state_dict)
+            if "held_out" in state_dict and (changed := held_out_difference(state_dict["held_out"], self._held_out)):
+                log.warning("data.validation: %s; eval/* from here on cannot be compared with those before", changed)
 
     def _place(self) -> tuple[int, int]:
         """Rank of this process and number of processes."""
