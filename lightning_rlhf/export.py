@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import shutil
 from collections.abc import Sequence
@@ -18,7 +19,8 @@ from lightning_rlhf.models.perturbation import decoder_layers
 from lightning_rlhf.noise import quiet_loading
 from lightning_rlhf.recompose import Composition
 from lightning_rlhf.resume import planned
-from lightning_rlhf.schema import InputError
+from lightning_rlhf.run_folder import STARTS
+from lightning_rlhf.schema import InputError, get
 
 
 def export_checkpoint(
@@ -31,10 +33,10 @@ def export_checkpoint(
 
     Args:
         checkpoint: a checkpoint file or a run's folder (its newest whole checkpoint).
-        output: the folder to write.
+        output: the folder to write; a symbolic link stays, and the folder that it names is written.
         overrides: changes of the run's configuration of the model, such as ``model.source.path=moved/model``; others
             have no effect here.
-        force: replace a folder that is not empty.
+        force: replace an earlier export; other folders that are not empty are refused all the same.
         perturbation: write the noise the policy was trained with beside it, for perturbed inference
             (:func:`lightning_rlhf.models.fixed_perturbation.apply_perturbation`). The weights are the same either way.
 
@@ -42,17 +44,17 @@ def export_checkpoint(
         The folder, absolute.
 
     Raises:
-        InputError: no such checkpoint, ``output`` is in use and ``force`` is not set, the run had no noise to write, or
+        InputError: no such checkpoint, ``output`` is in use and may not be replaced, the run had no noise to write, or
             an override cannot work.
     """
-    target = Path(output).expanduser().absolute()
-    if target.is_file() or (target.is_dir() and any(target.iterdir()) and not force):
-        raise InputError(f"output = {output!r} exists and is not an empty folder; choose another or set force=true")
-    _, saved = load_checkpoint(checkpoint)
-    run_config = saved["lightning_rlhf"]["run_config"]
-    if overrides:
-        run_config = planned(checkpoint, Composition(tuple(overrides))).config
-    config = without_reference(run_config)
+    target = Path(output).expanduser().resolve()
+    _refuse_what_is_not_replaced(target, output, force)
+    going_on = planned(checkpoint, Composition(tuple(overrides)))
+    _, saved = load_checkpoint(str(going_on.checkpoint))
+    config = without_reference(going_on.settings_in(going_on.run or going_on.outputs))
+    base = get(config, "model.source.path")
+    if base and Path(base).expanduser().resolve().is_relative_to(target):
+        raise InputError(f"output = {output!r} holds the model that the run began with ({base}); choose another folder")
     noise = alp_settings(config["module"].get("alp"))
     if perturbation and noise is None:
         raise InputError(f"perturbation = true is not allowed: {checkpoint!r} was trained without module.alp")
@@ -75,12 +77,46 @@ def export_checkpoint(
         if perturbation and noise is not None:
             _save_noise(actor.lm, saved["state_dict"]["perturbation.log_sigma"], noise, staging)
         _as_umask_says(staging)
+        former = staging.with_name(f"{staging.name}.former")
         if target.exists():
-            shutil.rmtree(target)
+            target.rename(former)
         staging.rename(target)
+        shutil.rmtree(former, ignore_errors=True)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return target
+
+
+def _refuse_what_is_not_replaced(target: Path, output: str, force: bool) -> None:
+    """Only what is new, empty or, with ``force``, an earlier export: a folder with a model and no work of a run.
+
+    Raises:
+        InputError: ``target`` is something else; says what.
+    """
+    if not target.exists():
+        return
+    if Path.cwd().is_relative_to(target):
+        raise InputError(f"output = {output!r} is the current folder or lies above it; choose a folder of its own")
+    if not target.is_dir() or (any(target.iterdir()) and not force):
+        which = "choose another" if not target.is_dir() else "choose another or, for an earlier export, set force=true"
+        raise InputError(f"output = {output!r} exists and is not an empty folder; {which}")
+    if not any(target.iterdir()):
+        return
+    no_export = f"output = {output!r} is not replaced, force=true or not: force is for earlier exports, and this folder"
+    try:
+        is_model = "model_type" in json.loads((target / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        is_model = False
+    if not is_model:
+        raise InputError(f"{no_export} holds no config.json of a model; choose another folder")
+    work = sorted(path for path in target.rglob("*") if _is_work(path))
+    if work:
+        raise InputError(f"{no_export} holds {work[0].relative_to(target)}; choose another folder")
+
+
+def _is_work(path: Path) -> bool:
+    """Whether it is a repository's, or of a training that may still be needed (of this package or another)."""
+    return path.name in (".git", STARTS, "checkpoints") or path.suffix == ".ckpt" or path.match("checkpoint-*")
 
 
 def _as_umask_says(folder: Path) -> None:

@@ -94,6 +94,78 @@ def test_a_run_on_a_model_that_moved_is_exported_and_answers_alike_alone_and_in_
     assert (generation.do_sample, generation.eos_token_id, generation.pad_token_id) == (False, 1, 0)
 
 
+@pytest.mark.parametrize("relative", [True, False], ids=["relative path", "absolute path"])
+def test_a_project_that_moved_is_exported_from_another_folder(tmp_path, monkeypatch, tiny_run, relative):
+    """As eval and resume find the model: given relative to where the run was started, or moved along with the run."""
+    project = tmp_path / "project"
+    loaded = build_tiny(VOCABULARY, hidden_size=32, layers=1, heads=2, max_positions=64)
+    loaded.lm.save_pretrained(project / "base")
+    loaded.tokenizer.save_pretrained(project / "base")
+    monkeypatch.chdir(project)
+    model = ["model=hf", f"model.source.path={'base' if relative else project / 'base'}"]
+    run = ["hydra.run.dir=runs/one", "logger=none", *tiny_run, *model, "model.source.chat_template=null"]
+    assert cli.main(["train", *run, "data.validation=null", "rollout.max_new_tokens=4"]) == 0
+    project.rename(tmp_path / "elsewhere")
+    (tmp_path / "desk").mkdir()
+    monkeypatch.chdir(tmp_path / "desk")
+
+    assert cli.main(["export", "checkpoint=../elsewhere/runs/one", "output=out"]) == 0
+    assert Path("out/model.safetensors").is_file()
+    before = Path("out/model.safetensors").read_bytes()
+    Path("out/left_over").touch()
+    Path("link").symlink_to("full")
+    Path("full").mkdir()
+    assert cli.main(["export", "checkpoint=../elsewhere/runs/one", "output=link"]) == 0
+    assert Path("link").is_symlink() and Path("full/model.safetensors").read_bytes() == before
+    assert cli.main(["export", "checkpoint=../elsewhere/runs/one", "output=out"]) == 2
+    assert cli.main(["export", "checkpoint=../elsewhere/runs/one", "output=out", "force=true"]) == 0
+    assert Path("out/model.safetensors").read_bytes() == before and not Path("out/left_over").exists()
+    assert sorted(path.name for path in Path().iterdir()) == ["full", "link", "out"], "nothing hidden is left"
+    base = tmp_path / "elsewhere" / "base"
+    assert cli.main(["export", "checkpoint=../elsewhere/runs/one", f"output={base}", "force=true"]) == 2
+    assert (base / "model.safetensors").is_file()
+
+
+MODEL = '{"model_type": "llama"}'
+KEPT = {
+    "anything": ({"thesis.tex": ""}, "holds no config.json of a model"),
+    "another config": ({"config.json": '{"port": 80}'}, "holds no config.json of a model"),
+    "a broken config": ({"config.json": "{"}, "holds no config.json of a model"),
+    "a run": ({"config.json": MODEL, "starts.jsonl": ""}, "holds starts.jsonl"),
+    "runs below": (
+        {"config.json": MODEL, "runs/one/iteration_000001.ckpt": ""},
+        "holds runs/one/iteration_000001.ckpt",
+    ),
+    "checkpoints": ({"config.json": MODEL, "checkpoints/latest": ""}, "holds checkpoints"),
+    "those of others": ({"config.json": MODEL, "checkpoint-500/model.safetensors": ""}, "holds checkpoint-500"),
+    "a repository": ({"config.json": MODEL, ".git/HEAD": ""}, "holds .git"),
+}
+
+
+@pytest.mark.parametrize(("files", "said"), KEPT.values(), ids=KEPT)
+def test_force_replaces_no_folder_that_is_not_an_export(tmp_path, capsys, files, said):
+    folder = tmp_path / "precious"
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+    assert cli.main(["export", f"checkpoint={tmp_path / 'run'}", f"output={folder}", "force=true"]) == 2
+    assert said in capsys.readouterr().err
+    assert all((folder / name).is_file() for name in files)
+
+
+@pytest.mark.parametrize("output", [".", "..", "link"])
+def test_the_current_folder_and_those_above_it_are_never_replaced(tmp_path, monkeypatch, capsys, output):
+    (tmp_path / "config.json").write_text(MODEL, encoding="utf-8")
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    (tmp_path / "link").symlink_to(here)
+    place = tmp_path / "link" if output == "link" else output
+    assert cli.main(["export", f"checkpoint={tmp_path / 'run'}", f"output={place}", "force=true"]) == 2
+    assert "is the current folder or lies above it" in capsys.readouterr().err
+    assert here.is_dir()
+
+
 def test_other_keys_than_those_of_the_model_are_refused(tmp_path, capsys):
     assert cli.main(["export", f"checkpoint={tmp_path}", f"output={tmp_path / 'out'}", "seed=1"]) == 2
     assert "keys of the model, such as model.source.path=, not 'seed=1'" in capsys.readouterr().err

@@ -27,6 +27,8 @@ def test_listed_log_records_are_dropped_and_others_are_not(caplog):
         ("`isinstance(treespec, LeafSpec)` is deprecated, use something else", 0),
         ("Found 61 module(s) in eval mode at the start of training. This may lead to surprises.", 0),
         ("The 'train_dataloader' does not have many workers which may be a bottleneck.", 0),
+        ("Total length of `ValidationLoader` across ranks is zero. Please make sure this was your intention.", 0),
+        ("Total length of `DataLoader` across ranks is zero. Please make sure this was your intention.", 1),
         ("loss is NaN", 1),
     ],
 )

@@ -11,6 +11,7 @@ import torch
 from lightning import LightningDataModule, Trainer
 from transformers import PreTrainedTokenizerBase
 
+from lightning_rlhf.data.fingerprint import held_out, held_out_difference
 from lightning_rlhf.data.loaders import PromptLoader, PromptStream, ValidationLoader
 from lightning_rlhf.data.prompts import EncodedPrompts, Prompt, PromptEncoder, numbered
 from lightning_rlhf.data.sources import SOURCE_KEY, DataError, listed, open_source, read_rows
@@ -97,6 +98,7 @@ class PromptDataModule(LightningDataModule):
         )
         self._prompts: tuple[list[Prompt], list[Prompt]] | None = None
         self._loader: PromptLoader | None = None
+        self._held_out: dict[str, Any] = {}
         self.accept_other_data = False
         """Whether a checkpoint that was trained on other data may be resumed."""
         self.dropped: dict[str, int] = {}
@@ -160,6 +162,7 @@ class PromptDataModule(LightningDataModule):
                 shuffle=self.shuffle,
             )
             self._loader = PromptLoader(prompts, stream, self.iterations)
+            self._held_out = held_out(self.validation_prompts)
 
     def train_dataloader(self) -> PromptLoader:
         if self._loader is None:
@@ -188,7 +191,7 @@ class PromptDataModule(LightningDataModule):
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._loader is None else self._loader.state_dict()
+        return {} if self._loader is None else self._loader.state_dict() | {"held_out": self._held_out}
 
     def refuse_other_data(self, state_dict: Mapping[str, Any]) -> None:
         """Before the run is opened that a checkpoint with this state belongs to; needs ``setup("fit")``.
@@ -209,6 +212,8 @@ class PromptDataModule(LightningDataModule):
         if self._loader is not None:
             self._loader.accept_other_data = self.accept_other_data
             self._loader.load_state_dict(state_dict)
+            if "held_out" in state_dict and (changed := held_out_difference(state_dict["held_out"], self._held_out)):
+                log.warning("data.validation: %s; eval/* from here on cannot be compared with those before", changed)
 
     def _place(self) -> tuple[int, int]:
         """Rank of this process and number of processes."""

@@ -1,4 +1,4 @@
-"""What training data a position belongs to: content, order, and how batches are drawn from it."""
+"""What data a checkpoint belongs to: that of training with its order, and what was held out."""
 
 from __future__ import annotations
 
@@ -44,6 +44,18 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     elif before["seed"] != now["seed"]:
         found.append(f"the seed of the order was {before['seed']}, is {now['seed']}")
     return found
+
+
+def held_out(prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """Plain values that differ where evaluations are of other prompts; their order does not matter."""
+    return {"prompts": len(prompts), "rows": _joined(sorted(_digest(prompt) for prompt in prompts))}
+
+
+def held_out_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What another run would be evaluated on, in words; empty if the same."""
+    if before["prompts"] != now["prompts"]:
+        return f"{before['prompts']} held-out prompts then, {now['prompts']} now"
+    return f"other held-out rows, though as many ({now['prompts']})" if before["rows"] != now["rows"] else ""
 
 
 def _digest(prompt: Prompt) -> bytes:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import csv
 import json
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -80,8 +81,10 @@ class RunCSVLogger(CSVLogger):
         """Keep the rows of earlier starts up to this iteration, which Lightning's logger would delete."""
         file = Path(self.log_dir) / "metrics.csv"
         rows = list(csv.DictReader(file.open(encoding="utf-8", newline=""))) if file.exists() else []
-        # Lightning warns of a folder that is not empty; what it would lose is in `rows`.
         file.unlink(missing_ok=True)
+        with warnings.catch_warnings():  # what Lightning says it will delete is in `rows`
+            warnings.filterwarnings("ignore", message=r"Experiment logs directory .* exists and is not empty")
+            _ = self.experiment.metrics
         for row in rows:
             step = int(row.pop("step"))
             if step <= iteration:

@@ -72,7 +72,7 @@ class RLMLFlowLogger(MLFlowLogger):
     Args:
         run_dir: folder of this run; spools and files on their way live in ``run_dir/tracking``.
         experiment_name: MLflow experiment, created if needed.
-        run_name: name of a new run; ``None`` lets MLflow choose one.
+        run_name: name of a new run; ``None``: the last two folders of ``run_dir`` and four random characters.
         tracking_uri: ``http://...``, ``sqlite:///...``; ``None``: that of the run that is resumed, else the
             environment's ``MLFLOW_TRACKING_URI``, else the sqlite file ``mlflow.db`` in ``store_dir``.
         store_dir: folder of that file and of the artifacts beside it.
@@ -114,6 +114,7 @@ class RLMLFlowLogger(MLFlowLogger):
         database = Path(uri.removeprefix("sqlite:///")) if uri.startswith("sqlite:///") else None
         with creation_lock(database):
             super().__init__(experiment_name, tracking_uri=uri)
+        drawn = {"mlflow.runName": _name_from(self.run_dir)}
         named = {"mlflow.runName": run_name} if run_name else {}
         # In the experiment of its parent, where MLflow shows one below the other.
         experiment_name = parent.experiment_name if parent is not None else experiment_name
@@ -125,7 +126,7 @@ class RLMLFlowLogger(MLFlowLogger):
             resumed=earlier is not None or run_id is not None,
             may_be_lost=earlier is not None and run_id is None,
             artifact_location=(database.parent / "artifacts").as_uri() if database else None,
-            tags=(tags or {}) | named | branch_tags(parent, branch_from, branch_iteration),
+            tags=drawn | (tags or {}) | named | branch_tags(parent, branch_from, branch_iteration),
         )
         self._database = database
         self._opened = self._ended = self._config_logged = False
@@ -379,3 +380,11 @@ def end_as_failed(run_dir: str | Path, reason: str, timeout: float = 30.0) -> No
     """
     if RunRecord.read(run_dir) is not None:
         RLMLFlowLogger(run_dir, resume_from=run_dir).end_abandoned(reason, timeout)
+
+
+def _name_from(run_dir: Path) -> str:
+    """A name that says where the run lies, and that no other run has.
+
+    MLflow draws one from Python's random state, which is seeded: all runs of a seed would have the same.
+    """
+    return f"{'/'.join(run_dir.parts[-2:]).lstrip('/')}-{uuid.uuid4().hex[:4]}"

@@ -57,11 +57,21 @@ class CompositeReward:
         self.terms = {str(name): _term(str(name), block) for name, block in terms.items()}
 
     def __call__(self, batch: RewardBatch) -> RewardOutput:
-        """Score ``B`` responses; every term must give one finite number for each."""
+        """Score ``B`` responses; every term must give one finite number for each.
+
+        Raises:
+            RewardError: a term gives something else, or the weighted sum leaves float32; names the terms.
+        """
         components = {name: evaluate(name, term.reward, batch) for name, term in self.terms.items()}
         total = torch.zeros(len(batch), dtype=torch.float32)
         for name, values in components.items():
             total += self.terms[name].weight * values
+        for index in (~total.isfinite()).nonzero().flatten().tolist()[:1]:
+            sum_ = " + ".join(f"{self.terms[name].weight:g} * {v[index]:g} ({name})" for name, v in components.items())
+            raise RewardError(
+                f"the weighted sum of the reward terms is {total[index]:g}, which is not a finite number of float32, "
+                f"{place(batch.rows[index])}: {sum_}; scale the terms or set smaller weights (reward.terms.NAME.weight)"
+            )
         return RewardOutput(total, components)
 
     def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -66,3 +66,25 @@ def test_where_the_rows_lie_does_not_matter(tokenizer, state, tmp_path):  # noqa
     file = tmp_path / "moved.jsonl"
     file.write_text("\n".join(json.dumps(row) for row in ROWS), encoding="utf-8")
     resumed(data(tokenizer, str(file)), state)
+
+
+HELD_OUT = {
+    "one row fewer": (OTHER[:5], "data.validation: 6 held-out prompts then, 5 now; eval/* from here on"),
+    "another answer": ([*OTHER[:5], OTHER[5] | {"answer": "9"}], "other held-out rows, though as many (6); eval/*"),
+    "none": (None, "6 held-out prompts then, 0 now"),
+    "another order": (OTHER[::-1], ""),
+    "the same": (OTHER, ""),
+}
+
+
+@pytest.mark.parametrize(("given", "said"), HELD_OUT.values(), ids=HELD_OUT.keys())
+def test_other_held_out_prompts_are_said_in_one_line_and_training_goes_on(tokenizer, caplog, given, said):  # noqa: F811
+    module = data(tokenizer, ROWS, OTHER)
+    module.setup("fit")
+    state = module.state_dict() | {"consumed": 2}
+    expected = [batch.texts for batch in resumed(data(tokenizer, ROWS, OTHER), state).train_dataloader()]
+    caplog.clear()
+    again = resumed(data(tokenizer, ROWS, given), state)
+    assert [batch.texts for batch in again.train_dataloader()] == expected
+    assert len(caplog.records) == bool(said)
+    assert said in caplog.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import yaml
 
 from lightning_rlhf import cli, schema
 from lightning_rlhf.assembly import make_trainer
-from lightning_rlhf.reporting import RLMLFlowLogger, blocks_of, tell, tracked
+from lightning_rlhf.reporting import RLMLFlowLogger, RunCSVLogger, blocks_of, tell, tracked
 
 TINY = [
     "warmup=none",
@@ -65,6 +66,23 @@ def test_csv_and_tensorboard_of_a_run_that_goes_on(tmp_path: Path, monkeypatch: 
         logged = yaml.safe_load((tmp_path / "run" / place / "hparams.yaml").read_text())
         assert logged.keys() == config.keys() and logged["module.actor.lr"] == config["module.actor.lr"]
     assert "_hparams_/session_start_info" in events.summary_metadata
+
+
+def test_a_csv_logger_that_goes_on_keeps_its_rows_and_warns_of_no_loss(tmp_path: Path) -> None:
+    def logger() -> RunCSVLogger:
+        return RunCSVLogger(str(tmp_path), name="metrics", version="")
+
+    first = logger()
+    for step in (1, 2, 3):
+        first.log_metrics({"reward/mean": step / 2}, step)
+    first.save()
+    (tmp_path / "metrics" / "hparams.yaml").write_text("seed: 1", encoding="utf-8")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        logger().log_start(2)
+    assert [(row["step"], row["reward/mean"]) for row in rows(tmp_path)] == [("1", "0.5"), ("2", "1.0")]
+    with pytest.warns(UserWarning, match="exists and is not empty"):
+        _ = logger().experiment.metrics  # of one that does not go on it stays true
 
 
 def test_two_loggers_by_name(compose: Any, tmp_path: Path, fresh_store: Path) -> None:

@@ -6,6 +6,8 @@ import json
 import logging
 import math
 import os
+import random
+import re
 import shutil
 import signal
 import socket
@@ -613,6 +615,20 @@ def test_only_rank_0_writes(make: Make, monkeypatch: pytest.MonkeyPatch) -> None
     logger.finalize("success")
     assert logger.run_id is None and not logger.run_dir.exists()
     assert MlflowClient(logger.tracking_uri).get_experiment_by_name("lightning_rlhf") is None
+
+
+def test_runs_of_one_seed_have_names_of_their_own_and_leave_the_random_state_alone(make: Make) -> None:
+    names = []
+    for _ in range(2):
+        random.seed(1)
+        before = random.getstate()
+        logger = make("2026-01-31/12-00-00")
+        names.append(stored(logger).info.run_name)
+        assert random.getstate() == before
+        logger.finalize("success")
+        shutil.rmtree(logger.run_dir)
+    assert len(set(names)) == 2
+    assert all(re.fullmatch(r"2026-01-31/12-00-00-[0-9a-f]{4}", name) for name in names), names
 
 
 def test_the_default_store_is_a_database_with_artifacts_beside_it(make: Make, store: Path, tmp_path: Path) -> None:

@@ -51,6 +51,23 @@ def test_fault_of_a_term_names_it():
 
 
 @pytest.mark.parametrize(
+    ("weight", "value", "total"), [(100, 1e38, "inf"), (-100, 1e38, "-inf"), (1e39, 0.0, "nan")], ids=str
+)
+def test_a_weighted_sum_that_leaves_float32_is_refused_and_names_the_terms(weight, value, total):
+    terms = {"big": {"reward": lambda batch: [0.0, value], "weight": weight}, "length": {"reward": length}}
+    with pytest.raises(RewardError, match=rf"sum of the reward terms is ({total}|nan), .*train\.jsonl:") as error:
+        CompositeReward(terms)(batch("x", "xyz"))
+    assert (
+        f"{weight:g} * " in str(error.value) and "(big) + 1 * " in str(error.value) and "(length)" in str(error.value)
+    )
+
+
+def test_a_weighted_sum_at_the_edge_of_float32_is_kept():
+    reward = CompositeReward({"big": {"reward": lambda batch: [1e38], "weight": 3}})
+    assert reward(batch("x")).total.tolist() == [pytest.approx(3e38)]
+
+
+@pytest.mark.parametrize(
     ("terms", "message"),
     [
         ({}, r"reward\.terms is empty"),
