@@ -80,8 +80,11 @@ class RunCSVLogger(CSVLogger):
     def log_start(self, iteration: int) -> None:
         """Keep the rows of earlier starts up to this iteration, which Lightning's logger would delete."""
         file = Path(self.log_dir) / "metrics.csv"
-        rows = list(csv.DictReader(file.open(encoding="utf-8", newline=""))) if file.exists() else []
-        file.unlink(missing_ok=True)
+        rows: list[dict[str, str]] = []
+        if file.exists():
+            with file.open(encoding="utf-8", newline="") as written:
+                rows = list(csv.DictReader(written))
+            file.unlink()
         with warnings.catch_warnings():  # what Lightning says it will delete is in `rows`
             warnings.filterwarnings("ignore", message=r"Experiment logs directory .* exists and is not empty")
             _ = self.experiment.metrics
