@@ -247,13 +247,22 @@ def recomposed(saved: Mapping[str, Any], own: Composition, new: Composition) -> 
 def apply_difference(
     saved: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any], named: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """``saved`` with every leaf changed that differs between ``before`` and ``after``, or that lies at a named key."""
+    """``saved`` with every leaf changed that differs between ``before`` and ``after``, or that lies at a named key.
+
+    A block whose class changes is the new one as a whole: what only the saved one had its class takes alone.
+    """
     config = copy.deepcopy(dict(saved))
-    old, new = dict(flatten(before)), dict(flatten(after))
+    old, new, kept = dict(flatten(before)), dict(flatten(after)), dict(flatten(saved))
     for key in old.keys() - new.keys():
         _delete(config, key)
+    classes = [key for key in new if key.endswith("._target_") and new[key] != old.get(key)]
+    exchanged = [key.removesuffix("_target_") for key in classes if kept.get(key, new[key]) != new[key]]
+    for key in kept.keys() - new.keys():
+        if any(key.startswith(block) for block in exchanged):
+            _delete(config, key)
     for key, value in new.items():
         is_named = any(key == name or key.startswith(f"{name}.") for name in named)
+        is_named = is_named or any(key.startswith(block) for block in exchanged)
         if is_named or key not in old or type(old[key]) is not type(value) or old[key] != value:
             _put(config, key, copy.deepcopy(value))
     return config

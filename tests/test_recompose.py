@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_rlhf.recompose import Composition, compose, merged, recomposed, resolved
+from lightning_rlhf.recompose import Composition, apply_difference, compose, merged, recomposed, resolved
 from lightning_rlhf.resume import MISSING, differences, in_short, keeps_numbers
 from lightning_rlhf.schema import InputError
 
@@ -65,6 +65,17 @@ def test_an_option_of_a_group_brings_its_values_and_takes_those_of_the_former(sa
     again, _ = recomposed(config, composition, Composition(("callbacks.clip_fraction_break.limit=0.3",)))
     assert again["callbacks"]["clip_fraction_break"]["limit"] == 0.3
     assert again["callbacks"].keys() == config["callbacks"].keys()
+
+
+def test_a_block_of_another_class_is_the_new_one_as_a_whole() -> None:
+    """Here the record of the run knows nothing of the class that the run had."""
+    saved = {"trainer": {"devices": 2, "strategy": {"_target_": "a.Sharded", "cpu_offload": True, "timeout": 50}}}
+    before = {"trainer": {"devices": 1, "strategy": "auto"}}
+    after = {"trainer": {"devices": 1, "strategy": {"_target_": "a.Replicated", "timeout": 1800}}}
+    assert apply_difference(saved, before, after) == {"trainer": after["trainer"] | {"devices": 2}}
+    same = {"trainer": {"devices": 1, "strategy": {"_target_": "a.Sharded", "timeout": 1800}}}
+    kept = {"_target_": "a.Sharded", "cpu_offload": True, "timeout": 1800}
+    assert apply_difference(saved, before, same) == {"trainer": {"devices": 2, "strategy": kept}}
 
 
 def test_a_key_of_the_run_that_its_record_does_not_explain(saved: dict) -> None:
