@@ -33,13 +33,13 @@ def moved(
 
     def place(value: str, key: str) -> str:
         path = Path(value)
+        if former.parts and path.is_relative_to(former):  # both may be relative, where a script gave output_dir so
+            return str(folder / path.relative_to(former))
         if not path.is_absolute():
             if command is None or not value or not PATH_KEY.search(key) or command == Path.cwd():
                 return value
             there = (Path.cwd() if key in typed else command) / path
             return str(there) if there.exists() else value
-        if path.is_relative_to(former):
-            return str(folder / path.relative_to(former))
         if shift is not None and path.is_relative_to(shift[0]):
             there = shift[1] / path.relative_to(shift[0])
             return str(there) if there.exists() else value
