@@ -129,7 +129,8 @@ def start(config: Mapping[str, Any], processes: int) -> dict[str, float]:
         if stop.received:
             raise Interrupted(stop.received, told=True) from failure
         reason = f"process {rank} of {processes} ended with {how}, and the others were ended with it"
-        end_as_failed(folder, reason)
+        # Of a process that was killed the others know only that a connection has ended.
+        end_as_failed(folder, reason, is_cause=first.exitcode < 0)
         said = f"training has ended: {reason}. What it said is above"
         raise RunFailed("\n".join([said, *how_to_go_on(config)])) from failure
     finally:

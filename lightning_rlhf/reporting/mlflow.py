@@ -325,13 +325,14 @@ class RLMLFlowLogger(MLFlowLogger):
                 str(self.run_dir),
             )
 
-    def end_abandoned(self, reason: str, timeout: float) -> None:
+    def end_abandoned(self, reason: str, timeout: float, *, is_cause: bool = False) -> None:
         """Set the status of a run of another process to FAILED if it is still RUNNING; see :func:`end_as_failed`."""
         from mlflow import MlflowException
 
         self.flush(timeout)
         try:
-            if self._mlflow_client.get_run(self.run.ensure()).info.status != "RUNNING":
+            status = self._mlflow_client.get_run(self.run.ensure()).info.status
+            if status != "RUNNING" and not (is_cause and status == "FAILED"):
                 return
         except MlflowException:
             log.debug("the server is away; it is told later", exc_info=True)
@@ -373,13 +374,13 @@ def send_spooled(run_dir: str | Path, timeout: float = 600.0) -> bool:
     return RLMLFlowLogger(run_dir, resume_from=run_dir).flush(timeout)
 
 
-def end_as_failed(run_dir: str | Path, reason: str, timeout: float = 30.0) -> None:
+def end_as_failed(run_dir: str | Path, reason: str, timeout: float = 30.0, *, is_cause: bool = False) -> None:
     """Record that a run failed whose own process could not: it was killed, or waits for one that was.
 
     Nothing is done where no MLflow run is recorded in the folder, or the run has ended already.
     """
     if RunRecord.read(run_dir) is not None:
-        RLMLFlowLogger(run_dir, resume_from=run_dir).end_abandoned(reason, timeout)
+        RLMLFlowLogger(run_dir, resume_from=run_dir).end_abandoned(reason, timeout, is_cause=is_cause)
 
 
 def _name_from(run_dir: Path) -> str:
