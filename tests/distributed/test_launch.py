@@ -198,4 +198,5 @@ def test_two_processes_one_folder_a_death_and_torchrun_goes_on(folder: Path) -> 
     assert {file.name for file in (run_folder / "checkpoints").iterdir()} >= {"iteration_000003.ckpt"}
     assert resumed.stdout.count("output folder") == 1, "one process speaks"
     log = (run_folder / "train.log").read_text(encoding="utf-8")
-    assert log.count("iteration 3/3  reward ") == 1 and log.count("output folder") == 1, "it writes the log, too"
+    assert log.count("iteration 3/3  reward ") == 1, "one process writes the log, too"
+    assert log.count("output folder") == 2, "once of the start that failed, once of this one"
