@@ -30,7 +30,7 @@ from lightning_rlhf.functional.losses import PolicyLoss
 from lightning_rlhf.functional.stats import select_valid
 from lightning_rlhf.metrics.batch import MetricBatch
 from lightning_rlhf.metrics.names import Metric, register
-from lightning_rlhf.module import PPOModule
+from lightning_rlhf.ppo import PPOModule
 
 FAMILY = Metric("experiment/<name>", "1", "neither", "once", "What this experiment compares.")
 ARMS = {

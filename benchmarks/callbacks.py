@@ -27,7 +27,7 @@ from benchmarks.iteration import SHAPES, FixedPrompts, make
 from lightning_rlhf import callbacks as kit
 from lightning_rlhf.callbacks.adaptive_kl import draw
 from lightning_rlhf.events import EVENTS
-from lightning_rlhf.module import PPOModule
+from lightning_rlhf.ppo import PPOModule
 from lightning_rlhf.snapshot import Snapshot
 
 FIGURE_EVERY = 50

@@ -28,7 +28,7 @@ from lightning_rlhf.functional.correction import Plan, correct
 from lightning_rlhf.functional.rejection import parse_rules
 from lightning_rlhf.metrics.correction import CorrectionMetrics
 from lightning_rlhf.models import build_policy
-from lightning_rlhf.module import PPOModule
+from lightning_rlhf.ppo import PPOModule
 from lightning_rlhf.rewards import CompositeReward
 from lightning_rlhf.rollout import HFEngine
 

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from lightning_rlhf.callbacks import GradientMonitor, KLEarlyStop
 from lightning_rlhf.experience import PromptBatch, prompt_key
 from lightning_rlhf.models import LoadedModel, build_policy, build_tiny, load_pretrained
-from lightning_rlhf.module import PPOModule
+from lightning_rlhf.ppo import PPOModule
 from lightning_rlhf.rewards import CompositeReward, RewardBatch
 from lightning_rlhf.rollout import HFEngine
 

@@ -23,7 +23,7 @@ from lightning import Callback, Trainer
 from benchmarks.iteration import FixedPrompts, Shape, even_ids, fit, load
 from lightning_rlhf.experience import PromptBatch
 from lightning_rlhf.models import build_policy
-from lightning_rlhf.module import PPOModule
+from lightning_rlhf.ppo import PPOModule
 from lightning_rlhf.rewards import CompositeReward
 from lightning_rlhf.rollout import HFEngine, VLLMEngine
 

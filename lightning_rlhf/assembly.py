@@ -21,16 +21,16 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.accelerators.npu import trainer_objects
 from lightning_rlhf.checkpoint import RNGState, latest_valid, warn_about_model_checkpoint
-from lightning_rlhf.checkpoint_files import is_sharded
-from lightning_rlhf.checkpoint_folder import read_checkpoint
+from lightning_rlhf.checkpoint.files import is_sharded
+from lightning_rlhf.checkpoint.shards import read_checkpoint
 from lightning_rlhf.data import PromptDataModule, check_room
-from lightning_rlhf.locate import locate
 from lightning_rlhf.models import LoadedModel, load_pretrained, load_tokenizer
 from lightning_rlhf.module import ActorCriticModule
-from lightning_rlhf.noise import quiet_loading
+from lightning_rlhf.quiet import quiet_loading
 from lightning_rlhf.reporting import blocks_of
 from lightning_rlhf.reporting.progress import ProgressLines
 from lightning_rlhf.schema import NOT_HANDED_OVER, InputError
+from lightning_rlhf.schema.locate import locate
 from lightning_rlhf.warmup import WarmUp
 
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from lightning_rlhf import __version__
 from lightning_rlhf.errors import InputError, RunEnded
 from lightning_rlhf.help import help_text
-from lightning_rlhf.noise import log_once, quiet, quiet_libraries
-from lightning_rlhf.shipped import groups
+from lightning_rlhf.quiet import log_once, quiet, quiet_libraries
+from lightning_rlhf.schema.shipped import groups
 from lightning_rlhf.threads import wait_passively
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def _run(verb: Callable[[list[str]], None], arguments: list[str], full_errors: b
     except (InputError, HydraException) as error:
         if full_errors:
             traceback.print_exc()
-        from lightning_rlhf.screen import one_screen
+        from lightning_rlhf.schema.screen import one_screen
 
         print(one_screen(error, arguments), file=sys.stderr)
         return 2
@@ -100,8 +100,8 @@ def _train(arguments: list[str]) -> None:
     import hydra
     from hydra.core.hydra_config import HydraConfig
 
-    from lightning_rlhf.searchpath import register
-    from lightning_rlhf.sweep import Jobs
+    from lightning_rlhf.runs.sweep import Jobs
+    from lightning_rlhf.schema.searchpath import register
 
     _refuse_words(arguments)
     refused: list[InputError | RunEnded] = []
@@ -110,7 +110,7 @@ def _train(arguments: list[str]) -> None:
 
     @hydra.main(version_base="1.3", config_path="pkg://lightning_rlhf.conf", config_name="train")
     def run(config: DictConfig) -> Any:
-        from lightning_rlhf.recompose import Composition
+        from lightning_rlhf.runs.recompose import Composition
         from lightning_rlhf.schema import first_look
 
         # Also under hydra.job.chdir=true: relative paths of data and models are those of the command.
@@ -133,14 +133,14 @@ def _train(arguments: list[str]) -> None:
     register()
     name = None
     if not any(word.startswith("hydra.run.dir=") for word in arguments) and _several_processes():
-        from lightning_rlhf.launch import shared_name
+        from lightning_rlhf.distributed.launch import shared_name
 
         name = shared_name()
     if any(word.startswith("resume=") for word in arguments):
-        from lightning_rlhf.recompose import Composition, parse
+        from lightning_rlhf.runs.recompose import Composition, parse
 
         parse(Composition.of_command(arguments).overrides)  # what cannot be read is refused before heavy imports
-        from lightning_rlhf.resume import from_command
+        from lightning_rlhf.runs.resume import from_command
 
         arguments, resumption = from_command(arguments, f"outputs/{name}" if name else None)
     if name and not any(word.startswith("hydra.run.dir=") for word in arguments):
@@ -169,8 +169,8 @@ def _refuse_words(arguments: list[str]) -> None:
     for word in arguments:
         flag = word.partition("=")[0]
         if word.startswith("-") and flag not in FLAGS:
-            from lightning_rlhf.shipped import shipped_keys
-            from lightning_rlhf.spelling import hint
+            from lightning_rlhf.schema.shipped import shipped_keys
+            from lightning_rlhf.schema.spelling import hint
 
             key, keys = flag.lstrip("-").replace("-", "_"), shipped_keys()
             flags = get_close_matches(flag, [name for name in FLAGS if name.startswith("--")], n=1, cutoff=0.75)
@@ -194,7 +194,7 @@ def _refuse_missing_options() -> None:
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.hydra_config import HydraConfig
 
-    from lightning_rlhf.spelling import hint
+    from lightning_rlhf.schema.spelling import hint
 
     choices = HydraConfig.get().runtime.choices
     followed = {"warmup": f"{choices.get('model')}_{choices.get('data')}", "recipe": str(choices.get("model"))}
@@ -280,8 +280,8 @@ def _told_without_servers(folder: str | None = None) -> Iterator[None]:
     """A run has failed, or no rollout server is left: say so, and how to go on, instead of a traceback."""
     from lightning_rlhf.checkpoint import CheckpointError, latest_valid
     from lightning_rlhf.control import TrainingFailed
-    from lightning_rlhf.ending import RunFailed
     from lightning_rlhf.rollout.pool import ServersGone
+    from lightning_rlhf.runs.ending import RunFailed
 
     try:
         yield

@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 
 from lightning_rlhf import precision, schema
 from lightning_rlhf.assembly import assemble, load_checkpoint, make_trainer
-from lightning_rlhf.recompose import Composition
-from lightning_rlhf.resume import planned
+from lightning_rlhf.runs.recompose import Composition
+from lightning_rlhf.runs.resume import planned
 
 
 def evaluate_checkpoint(checkpoint: str, overrides: Sequence[str] = ()) -> dict[str, float]:

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_rlhf.distributed.processes import gather_objects, place, together
 from lightning_rlhf.experience import Experience, Finish, PromptBatch
 from lightning_rlhf.functional.stats import largest_over_ranks
 from lightning_rlhf.metrics.batch import MetricBatch
 from lightning_rlhf.metrics.names import check
-from lightning_rlhf.processes import gather_objects, place, together
+from lightning_rlhf.scoring import score_rewards
 
 if TYPE_CHECKING:
     from lightning_rlhf.generation import RolloutSource
@@ -70,7 +71,9 @@ class Evaluation:
         return metrics.compute()
 
     def _answer(self, prompts: PromptBatch) -> None:
-        answers = self._module.score_rewards(prompts, self._module.generate(prompts, greedy=True))
+        module = self._module
+        rollout = module.generate(prompts, greedy=True)
+        answers = score_rewards(module.reward, module.tokenizer, prompts, rollout, module.end_ids)
         numbers = _numbers_of(answers)
         check(numbers)
         for name, values in numbers.items():

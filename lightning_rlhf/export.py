@@ -16,10 +16,10 @@ from lightning_rlhf.evaluate import without_reference
 from lightning_rlhf.mixins.alp_settings import ALPSettings, alp_settings
 from lightning_rlhf.models.fixed_perturbation import save_perturbation
 from lightning_rlhf.models.perturbation import decoder_layers
-from lightning_rlhf.noise import quiet_loading
-from lightning_rlhf.recompose import Composition
-from lightning_rlhf.resume import planned
-from lightning_rlhf.run_folder import STARTS
+from lightning_rlhf.quiet import quiet_loading
+from lightning_rlhf.runs.folder import STARTS
+from lightning_rlhf.runs.recompose import Composition
+from lightning_rlhf.runs.resume import planned
 from lightning_rlhf.schema import InputError, get
 
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_rlhf.distributed.processes import together
 from lightning_rlhf.experience import Experience, PromptBatch, Rollout
 from lightning_rlhf.memory import memory_policy
 from lightning_rlhf.metrics.batch import MetricBatch
 from lightning_rlhf.models.sharding import gathered, is_sharded
-from lightning_rlhf.processes import together
 from lightning_rlhf.rollout import AheadRollouts
 from lightning_rlhf.rollout.binding import check_finite
 from lightning_rlhf.rollout.parts import generate_in_parts

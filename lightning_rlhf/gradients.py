@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_rlhf.lora import whole
+from lightning_rlhf.models.weights import whole
 
 if TYPE_CHECKING:
     from lightning_rlhf.module import ActorCriticModule

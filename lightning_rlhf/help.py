@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_rlhf import __version__
-from lightning_rlhf.shipped import groups
+from lightning_rlhf.schema.shipped import groups
 
 COMMAND = """\
 lightning-rlhf {version}: reinforcement learning of language models

@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from lightning_rlhf.distributed.parallel import balanced_shares
+from lightning_rlhf.distributed.processes import place
 from lightning_rlhf.experience import Experience, MiniBatch, sample_seed
-from lightning_rlhf.parallel import balanced_shares
-from lightning_rlhf.processes import place
 
 
 class MinibatchPlan:

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from lightning_rlhf.control import Control
 from lightning_rlhf.data import check_room
+from lightning_rlhf.distributed.parallel import agree_on_fields
+from lightning_rlhf.distributed.processes import together
 from lightning_rlhf.evaluation import Evaluation
 from lightning_rlhf.events import ExperienceStats, emit
 from lightning_rlhf.experience import Experience, MiniBatch, PromptBatch, Rollout
@@ -24,15 +26,11 @@ from lightning_rlhf.memory import OutOfMemory, attempt
 from lightning_rlhf.metrics.batch import MetricBatch
 from lightning_rlhf.metrics.experience import experience_numbers
 from lightning_rlhf.metrics.moments import RunningMoments
-from lightning_rlhf.mixins.alp import ALPMixin
-from lightning_rlhf.mixins.rollout_correction import RolloutCorrectionMixin
 from lightning_rlhf.models import Policy, SharedCritic
 from lightning_rlhf.models.sharding import is_sharded
 from lightning_rlhf.module_state import ModuleState
 from lightning_rlhf.objective import micro_batch_loss
 from lightning_rlhf.optimizer import default_group, make_optimizer, set_rates, take_settings
-from lightning_rlhf.parallel import agree_on_fields
-from lightning_rlhf.processes import together
 from lightning_rlhf.rewards import CompositeReward
 from lightning_rlhf.rollout import RolloutEngine
 from lightning_rlhf.rollout.binding import end_tokens
@@ -172,6 +170,11 @@ class ActorCriticModule(LightningModule):
         return True
 
     @property
+    def end_ids(self) -> frozenset[int]:
+        """Tokens that end a response: those of the tokenizer, the model and its generation config."""
+        return frozenset(end_tokens(self.actor.lm, self.tokenizer))
+
+    @property
     def accepts_missing_logprobs(self) -> bool:
         """Whether tokens without a finite log-probability of the engine are dealt with; if not, they end the run."""
         return False
@@ -193,13 +196,15 @@ class ActorCriticModule(LightningModule):
             rollout = self._rollouts.next(prompts)
         emit(self, "on_rollout_end", rollout)
         with log.timed("reward"):
-            experience = together(partial(self.score_rewards, prompts, rollout))
+            scored = partial(score_rewards, self.reward, self.tokenizer, prompts, rollout, self.end_ids)
+            experience = together(scored)
         with log.timed("score"):
-            self.score_experience(experience)
+            self._score(experience)
             metrics = self.prepare_experience(experience) or MetricBatch()
             emit(self, "on_experience_scored", experience)
             agree_on_fields(experience)
-            self.compute_advantages(experience, metrics)
+            beta = self.control.value("kl_coefficient")
+            compute_advantages(experience, self.settings, beta, self.reward_moments, metrics)
         self._rollouts.measure(rollout, metrics)
         numbers = experience_numbers(experience, metrics)
         with self.control.allow("rollback"):
@@ -235,36 +240,6 @@ class ActorCriticModule(LightningModule):
             The rollout, and ``[B, R]`` float32 log-probabilities (nats), 0 on padding.
         """
         return self._rollouts.probe(prompts, max_new_tokens)
-
-    def score_rewards(self, prompts: PromptBatch, rollout: Rollout) -> Experience:
-        """Experience with texts, scores ``[B]`` and the terms they consist of."""
-        ends = end_tokens(self.actor.lm, self.tokenizer)
-        return score_rewards(self.reward, self.tokenizer, prompts, rollout, ends)
-
-    def score_experience(self, experience: Experience) -> None:
-        """Old and reference log-probabilities, entropy and values of every response token, without gradient.
-
-        Raises:
-            OutOfMemory: says which key to lower.
-        """
-        work = partial(
-            score_experience,
-            experience,
-            self.actor,
-            self.critic,
-            self.reference,
-            temperature=self.engine.sampling.temperature,
-            budget=self.settings.update.score_tokens,
-            old_policy=self.scores_old_policy,
-        )
-        _, error = attempt(work)
-        if error:
-            raise OutOfMemory(f"{error}: lower module.update.score_tokens = {self.settings.update.score_tokens}")
-
-    def compute_advantages(self, experience: Experience, metrics: MetricBatch) -> None:
-        """Processed rewards, advantages and returns."""
-        beta = self.control.value("kl_coefficient")
-        compute_advantages(experience, self.settings, beta, self.reward_moments, metrics)
 
     def micro_batch_loss(self, micro: MiniBatch, metrics: MetricBatch) -> Tensor:
         """Loss of one micro-batch; the micro-batches of a minibatch add up to the minibatch's loss."""
@@ -362,6 +337,26 @@ class ActorCriticModule(LightningModule):
 
     # --- helpers -------------------------------------------------------------------------------------------------
 
+    def _score(self, experience: Experience) -> None:
+        """Old and reference log-probabilities, entropy and values of every response token, without gradient.
+
+        Raises:
+            OutOfMemory: says which key to lower.
+        """
+        work = partial(
+            score_experience,
+            experience,
+            self.actor,
+            self.critic,
+            self.reference,
+            temperature=self.engine.sampling.temperature,
+            budget=self.settings.update.score_tokens,
+            old_policy=self.scores_old_policy,
+        )
+        _, error = attempt(work)
+        if error:
+            raise OutOfMemory(f"{error}: lower module.update.score_tokens = {self.settings.update.score_tokens}")
+
     def _set_logger_step(self, iteration: int) -> None:
         """The step at which Lightning hands logged values to loggers: it counts batches from 0, iterations from 1."""
         self.trainer.fit_loop.epoch_loop._batches_that_stepped = iteration
@@ -373,7 +368,3 @@ class ActorCriticModule(LightningModule):
             "sequences": minibatch.sequences,
             "horizon": self.engine.sampling.max_new_tokens,
         }
-
-
-class PPOModule(ALPMixin, RolloutCorrectionMixin, ActorCriticModule):
-    """The default composition. Mixins stand before the base class: ``class Mine(MyMixin, PPOModule)``."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lightning_rlhf.processes import gather_objects, place
+from lightning_rlhf.distributed.processes import gather_objects, place
 
 if TYPE_CHECKING:
     from lightning_rlhf.generation import RolloutSource

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from lightning_rlhf.distributed.parallel import in_step
 from lightning_rlhf.experience import Experience, Finish, PromptBatch, Rollout, split_by_tokens
 from lightning_rlhf.functional.advantages import (
     gae,
@@ -21,7 +22,6 @@ from lightning_rlhf.functional.stats import whiten
 from lightning_rlhf.metrics.batch import MetricBatch
 from lightning_rlhf.metrics.moments import RunningMoments
 from lightning_rlhf.models import Actor, AdapterReference, FrozenReference, SeparateCritic, SharedCritic
-from lightning_rlhf.parallel import in_step
 from lightning_rlhf.rewards import CompositeReward, RewardBatch
 from lightning_rlhf.settings import AdvantageSettings, PPOSettings, RewardSettings
 

@@ -18,7 +18,7 @@ from lightning_rlhf.assembly import building, make
 from lightning_rlhf.models import LoadedModel
 from lightning_rlhf.models.loading import resolve_path
 from lightning_rlhf.rollout import door
-from lightning_rlhf.searchpath import register
+from lightning_rlhf.schema.searchpath import register
 
 DEFAULTS: dict[str, str] = {
     "host": "127.0.0.1",

@@ -1,26 +1,24 @@
-"""Compose -> check -> seed -> instantiate -> fit."""
+"""Compose -> check -> claim the folder -> start: in this process, in several on this machine, or on Ray."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from lightning import Trainer
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_rlhf import launch, precision, run_folder, schema, warmup
-from lightning_rlhf.assembly import Parts, assemble, building, find_checkpoint, make_trainer
+from lightning_rlhf import schema
+from lightning_rlhf.assembly import building
 from lightning_rlhf.checkpoint import latest_valid
-from lightning_rlhf.data.sources import DataError
-from lightning_rlhf.ending import told
-from lightning_rlhf.interruption import Signals
-from lightning_rlhf.recompose import Composition
-from lightning_rlhf.reporting import log_config, tell
+from lightning_rlhf.distributed import launch
+from lightning_rlhf.distributed.processes import is_first
 from lightning_rlhf.reporting.terminal import run_log, say
-from lightning_rlhf.resume import Resumption, planned, planned_from, read_content, read_settings, value_in
+from lightning_rlhf.run import run
+from lightning_rlhf.runs import folder as run_folder
+from lightning_rlhf.runs.recompose import Composition
+from lightning_rlhf.runs.resume import Resumption, planned, planned_from, value_in
 
 
 def train(
@@ -49,7 +47,7 @@ def train(
         folder = value_in(config, "output_dir") or resumption.run or resumption.checkpoint.parent
         plain = schema.check(OmegaConf.create(resumption.settings_in(folder)))
     with ExitStack() as locks:
-        if launch.is_first():
+        if is_first():
             _begin(plain, resumption, composition or Composition(), locks)
             with run_log(plain["output_dir"], first=True):
                 if resumption is not None:
@@ -58,7 +56,7 @@ def train(
                     say(f"no checkpoint in {plain['output_dir']}: starting afresh")
         if plain["trainer"].get("ray") is not None:
             with building("trainer.ray"):
-                from lightning_rlhf import ray_launch
+                from lightning_rlhf.distributed import ray_launch
             return ray_launch.start(plain)
         processes = launch.local_devices(plain)
         if processes > 1 and not launch.started_outside():
@@ -95,92 +93,3 @@ def _begin(plain: dict[str, Any], resumption: Resumption | None, composition: Co
     if resumption.run is not None and not resumption.branch and resumption.run != folder.absolute():
         locks.enter_context(run_folder.locked(resumption.run))
     run_folder.note_start(folder, resumption.record(), plain)
-
-
-def run(plain: dict[str, Any]) -> dict[str, float]:
-    """The training in one process, alone or beside others that do the same.
-
-    Args:
-        plain: as :func:`lightning_rlhf.schema.check` returns it; ``resume`` is a checkpoint or null.
-
-    Returns:
-        As :func:`train`.
-
-    Raises:
-        InputError: a part cannot be built as configured.
-        Interrupted: SIGINT or SIGTERM; a checkpoint was written if anything was trained (:mod:`.interruption`).
-        TrainingFailed: a callback has found the run to be broken.
-    """
-    with Signals(), run_log(plain["output_dir"], first=launch.is_first()), told(plain, speaks=launch.is_first()):
-        return _run(plain)
-
-
-def _run(plain: dict[str, Any]) -> dict[str, float]:
-    plain, replaced = precision.fit(plain)
-    if launch.is_first():
-        introduce(plain, replaced)
-    checkpoint = None if plain["resume"] is None else find_checkpoint(plain["resume"])
-    parts = assemble(plain)
-    parts.datamodule.accept_other_data = plain["resume_on_other_data"]
-    if checkpoint is not None:
-        refuse_other_data(parts, checkpoint)
-    with closing(parts.module.engine):
-        trainer = make_trainer(plain)
-        if checkpoint is not None:
-            tell(trainer.loggers, "log_start", read_settings(checkpoint)[1])
-        log_config(trainer.loggers, plain)
-        # A resumed run has its weights only once fit begins.
-        before = held_out(trainer, parts) if checkpoint is None else {}
-        try:
-            trainer.fit(parts.module, datamodule=parts.datamodule, ckpt_path=checkpoint, weights_only=True)
-        except DataError as error:
-            raise schema.InputError(str(error)) from error
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        after = held_out(trainer, parts)
-        if trainer.is_global_zero:
-            say("\n".join(closing_lines(parts, trainer, before, after)))
-        return metrics | after
-
-
-def introduce(config: dict[str, Any], replaced: Sequence[precision.Replaced] = ()) -> None:
-    """What a user should know before the work starts."""
-    for text in [*replaced, *schema.warnings(config)]:
-        say(f"note: {text}")
-    if config.get("warmup") and config.get("resume") is None:
-        say(warmup.announcement(config["warmup"]))
-    elif config.get("warmup"):
-        say("the supervised warm-up of the run's start gives the reference model again")
-    batch = schema.arithmetic(config)
-    if batch is not None:  # an engine or data module of one's own may name its sizes otherwise
-        say(str(batch))
-
-
-def refuse_other_data(parts: Parts, checkpoint: Path) -> None:
-    """Before anything of the run is opened: a data module that knows its data says whether it is the checkpoint's.
-
-    Raises:
-        InputError: it is not, and ``resume_on_other_data`` is not set.
-    """
-    check = getattr(parts.datamodule, "refuse_other_data", None)
-    if check is not None:
-        with building("data"):
-            check(read_content(checkpoint).get(type(parts.datamodule).__qualname__, {}))
-
-
-def held_out(trainer: Trainer, parts: Parts) -> dict[str, float]:
-    """The greedy scores of the held-out prompts under the current weights; empty without such prompts."""
-    results = trainer.validate(parts.module, datamodule=parts.datamodule, verbose=False)
-    return {name: float(value) for result in results for name, value in result.items()}
-
-
-def closing_lines(parts: Parts, trainer: Trainer, before: dict[str, float], after: dict[str, float]) -> list[str]:
-    """What the run came to, and where it is."""
-    lines = []
-    for name in parts.module.reward.terms:
-        if f"eval/{name}" in after:
-            start = f"{before[f'eval/{name}']:.2f} -> " if before else ""
-            lines.append(f"held-out {name.replace('_', ' ')}: {start}{after[f'eval/{name}']:.2f}")
-    if parts.module.control.training_stopped:
-        lines.append(f"stopped early: {parts.module.control.training_stopped}")
-    lines.append(f"output folder: {trainer.default_root_dir}")
-    return lines + [line for told in tell(trainer.loggers, "closing_lines") for line in told]

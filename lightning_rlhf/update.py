@@ -11,6 +11,13 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_rlhf.control import SCOPES, Scope
+from lightning_rlhf.distributed.parallel import (
+    average_gradients,
+    gather_experience,
+    in_step,
+    local_gradients,
+)
+from lightning_rlhf.distributed.processes import place
 from lightning_rlhf.events import EpochStats, MinibatchStats, UpdateStats, emit
 from lightning_rlhf.experience import Experience, MiniBatch, split_by_tokens
 from lightning_rlhf.functional.stats import largest_over_ranks
@@ -20,13 +27,6 @@ from lightning_rlhf.metrics.batch import MetricBatch
 from lightning_rlhf.minibatches import MinibatchPlan, without_loss
 from lightning_rlhf.models.sharding import is_sharded
 from lightning_rlhf.objective import ACCEPTED_TOKENS
-from lightning_rlhf.parallel import (
-    average_gradients,
-    gather_experience,
-    in_step,
-    local_gradients,
-)
-from lightning_rlhf.processes import place
 from lightning_rlhf.snapshot import Snapshot
 
 if TYPE_CHECKING:

@@ -20,7 +20,8 @@ from lightning_rlhf.data.tasks import ArithmeticTask
 from lightning_rlhf.events import ExperienceStats, MinibatchStats, UpdateStats
 from lightning_rlhf.experience import Experience, Rollout
 from lightning_rlhf.models import Policy, build_policy, build_tiny
-from lightning_rlhf.module import ActorCriticModule, PPOModule
+from lightning_rlhf.module import ActorCriticModule
+from lightning_rlhf.ppo import PPOModule
 from lightning_rlhf.rewards import CompositeReward, RewardBatch
 from lightning_rlhf.rollout import HFEngine
 

@@ -19,7 +19,7 @@ from lightning_rlhf import __version__, cli
 from lightning_rlhf.help import help_text
 from lightning_rlhf.models import build_tiny
 from lightning_rlhf.rewards import RewardError
-from lightning_rlhf.shipped import groups, shipped_keys
+from lightning_rlhf.schema.shipped import groups, shipped_keys
 
 TINY_MODEL = ["model.source.hidden_size=32", "model.source.layers=1", "model.source.heads=2"]
 
@@ -353,7 +353,7 @@ def test_a_run_whose_gradients_stay_broken_has_failed(elsewhere, run_tiny, capsy
     import mlflow
 
     code = (
-        "from lightning_rlhf.module import PPOModule\n\n\n"
+        "from lightning_rlhf.ppo import PPOModule\n\n\n"
         "class Broken(PPOModule):\n"
         "    def micro_batch_loss(self, micro, metrics):\n"
         "        loss = super().micro_batch_loss(micro, metrics)\n"
@@ -531,7 +531,7 @@ def test_multirun_gives_each_job_a_folder(elsewhere, tiny_run):
 
 MY_CODE = """\
 from lightning_rlhf.callbacks import RLHFCallback
-from lightning_rlhf.module import PPOModule
+from lightning_rlhf.ppo import PPOModule
 
 
 class Mine(RLHFCallback):
@@ -590,7 +590,7 @@ def test_configs_of_an_installed_package(elsewhere, capsys, monkeypatch):
     for package in (folder.parents[1], folder.parents[0], folder):
         (package / "__init__.py").touch()
     (folder / "theirs.yaml").write_text("terms: {length: {reward: {_target_: builtins.len}}}\n", encoding="utf-8")
-    from lightning_rlhf import searchpath
+    from lightning_rlhf.schema import searchpath
 
     entry = EntryPoint("mine", "my_package.conf", searchpath.GROUP)
     monkeypatch.setattr(searchpath, "entry_points", lambda group: [entry] if group == searchpath.GROUP else [])

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_rlhf.ending import how_to_go_on, resume_command
 from lightning_rlhf.interruption import Interrupted, Signals, passed_on, signals
+from lightning_rlhf.runs.ending import how_to_go_on, resume_command
 
 BIN = Path(sys.executable).parent
 SECONDS = 900

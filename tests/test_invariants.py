@@ -13,7 +13,8 @@ from lightning_rlhf.callbacks import RLHFCallback
 from lightning_rlhf.experience import Experience, MiniBatch, split_by_tokens
 from lightning_rlhf.metrics.batch import MetricBatch
 from lightning_rlhf.metrics.moments import RunningMoments
-from lightning_rlhf.module import ActorCriticModule, PPOModule
+from lightning_rlhf.module import ActorCriticModule
+from lightning_rlhf.ppo import PPOModule
 from lightning_rlhf.rewards import RewardBatch
 from lightning_rlhf.scoring import compute_advantages
 from lightning_rlhf.settings import PPOSettings

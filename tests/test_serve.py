@@ -56,7 +56,7 @@ def test_it_matches_the_run(executed, capsys, monkeypatch):
 
 
 def test_the_extension_that_is_named_exists():
-    from lightning_rlhf.locate import locate
+    from lightning_rlhf.schema.locate import locate
 
     assert {"rlhf_describe", "rlhf_receive"} <= set(dir(locate(serve.EXTENSION)))
 

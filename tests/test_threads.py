@@ -29,7 +29,7 @@ def test_openmp_of_a_run_waits_as_the_user_said_or_passively(tmp_path: Path, giv
 
 def test_workers_of_ray_get_it(monkeypatch):
     pytest.importorskip("ray")
-    from lightning_rlhf import ray_launch
+    from lightning_rlhf.distributed import ray_launch
 
     for name in threads.PASSIVE:
         monkeypatch.delenv(name, raising=False)

@@ -15,7 +15,7 @@ from lightning_rlhf.callbacks import RLHFCallback
 from lightning_rlhf.experience import Experience
 from lightning_rlhf.gradients import clip_gradients, gradient_norms
 from lightning_rlhf.minibatches import MinibatchPlan
-from lightning_rlhf.module import PPOModule
+from lightning_rlhf.ppo import PPOModule
 from lightning_rlhf.snapshot import Snapshot
 from tests.support import Recorder, fit, same, tiny_module, tiny_policy, weights
 

@@ -23,9 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_rlhf.accelerators.device import module_of
-from lightning_rlhf.locate import locate
+from lightning_rlhf.distributed.strategies import DDPStrategy, FSDP2Strategy
+from lightning_rlhf.schema.locate import locate
 from lightning_rlhf.settings import SettingError
-from lightning_rlhf.strategies import DDPStrategy, FSDP2Strategy
 
 NPU = "npu"
 MIXED = ("bf16-mixed", "16-mixed")
@@ -140,7 +140,7 @@ class HCCLMixin:
 
 
 class NPUDDPStrategy(HCCLMixin, DDPStrategy):
-    """Data parallel over several NPUs: :class:`lightning_rlhf.strategies.DDPStrategy` over hccl."""
+    """Data parallel over several NPUs: :class:`lightning_rlhf.distributed.strategies.DDPStrategy` over hccl."""
 
     strategy_name = "npu_ddp"
 
@@ -150,7 +150,7 @@ class NPUDDPStrategy(HCCLMixin, DDPStrategy):
 
 
 class NPUFSDP2Strategy(HCCLMixin, FSDP2Strategy):
-    """Sharded over several NPUs: :class:`lightning_rlhf.strategies.FSDP2Strategy` over hccl."""
+    """Sharded over several NPUs: :class:`lightning_rlhf.distributed.strategies.FSDP2Strategy` over hccl."""
 
     strategy_name = "npu_fsdp2"
 

@@ -22,15 +22,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lightning_rlhf.functional.kl import MAX_LOG_RATIO
-
-if TYPE_CHECKING:
-    from lightning_rlhf.functional.correction import LogRatio
+from lightning_rlhf.functional.log_ratio import LogRatio
 
 Over = Literal["token", "sum", "mean", "max"]
 Kind = Literal["ratio", "k1", "k2", "k3"]

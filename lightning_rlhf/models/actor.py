@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_rlhf.functional.logprobs import EntropyMode, response_hidden, token_logprobs
-from lightning_rlhf.lora import checkpoint_weights
 from lightning_rlhf.models.loading import isolated_rng
 from lightning_rlhf.models.saving import exported_generation_config, exported_tokenizer
+from lightning_rlhf.models.weights import checkpoint_weights
 
 
 class ActorOutput(NamedTuple):

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
-from lightning_rlhf.lora import POLICY_ADAPTER, lora_layers
 from lightning_rlhf.models.actor import Actor, verify_head
 from lightning_rlhf.models.critic import SeparateCritic, SharedCritic
 from lightning_rlhf.models.loading import LoadedModel, assert_no_dropout, disable_dropout, isolated_rng
 from lightning_rlhf.models.npu_fused import fuse
 from lightning_rlhf.models.reference import REFERENCE_ADAPTER, AdapterReference, FrozenReference
+from lightning_rlhf.models.weights import POLICY_ADAPTER, lora_layers
 
 CriticKind = Literal["separate", "shared", "none"]
 ReferenceKind = Literal["copy", "none"]

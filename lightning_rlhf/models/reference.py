@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightning_rlhf.lora import lora_layers
 from lightning_rlhf.models.actor import Actor, training_mode
+from lightning_rlhf.models.weights import lora_layers
 
 REFERENCE_ADAPTER = "reference"
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_rlhf.experience import PromptBatch, Rollout
-from lightning_rlhf.lora import whole
+from lightning_rlhf.models.weights import whole
 from lightning_rlhf.rollout.ahead import Ahead
 from lightning_rlhf.rollout.assemble import row_seeds
 from lightning_rlhf.rollout.base import Sampling, length_mask, pad_left

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from lightning_rlhf.distributed.processes import gather_objects, place, together
 from lightning_rlhf.experience import PromptBatch, Rollout
-from lightning_rlhf.processes import gather_objects, place, together
 from lightning_rlhf.rollout.ahead import Ahead
 from lightning_rlhf.rollout.assemble import Generated, assemble_rollout, row_seeds
 from lightning_rlhf.rollout.base import Sampling

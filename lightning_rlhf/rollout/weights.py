@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from lightning_rlhf.lora import checkpoint_weights, plain_name
+from lightning_rlhf.models.weights import checkpoint_weights, plain_name
 
 WEIGHT_BITS = (8, 4)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lightning_rlhf.accelerators import device
-from lightning_rlhf.checkpoint_random import _restore_rng, _rng_state
+from lightning_rlhf.checkpoint.random_state import _restore_rng, _rng_state
 from lightning_rlhf.memory import free_memory, peak_memory_share
 from tests.accelerators.fake_npu import Checked, fake_torch_npu_module
 from tests.support import tiny_module

@@ -14,8 +14,8 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_rlhf import schema
 from lightning_rlhf.accelerators import npu
 from lightning_rlhf.assembly import make_trainer
+from lightning_rlhf.distributed.strategies import FSDP2Strategy
 from lightning_rlhf.settings import SettingError
-from lightning_rlhf.strategies import FSDP2Strategy
 from tests.accelerators.fake_npu import Checked, GradScaler, fake_torch_npu_module
 
 

@@ -10,7 +10,7 @@ import torch
 
 from lightning_rlhf.callbacks import GradientMonitor
 from lightning_rlhf.control import TrainingFailed
-from lightning_rlhf.module import PPOModule
+from lightning_rlhf.ppo import PPOModule
 from tests.support import fit, minibatch_stats, resume_equals_whole, same, tiny_module, update_stats, weights
 
 

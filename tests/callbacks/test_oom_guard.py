@@ -15,7 +15,7 @@ from lightning_rlhf import memory
 from lightning_rlhf.callbacks import OOMGuard, RLHFCallback
 from lightning_rlhf.experience import PromptBatch, Rollout
 from lightning_rlhf.memory import OutOfMemory
-from lightning_rlhf.module import PPOModule
+from lightning_rlhf.ppo import PPOModule
 from tests.support import DecisionLog, Recorder, fit, resume_equals_whole, tiny_module
 
 UPDATE: dict[str, Any] = {"update": {"epochs": 1, "minibatch_size": 16}}

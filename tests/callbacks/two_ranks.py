@@ -26,7 +26,7 @@ from lightning_rlhf.callbacks import (
     RLHFCallback,
 )
 from lightning_rlhf.control import TrainingFailed
-from lightning_rlhf.module import PPOModule
+from lightning_rlhf.ppo import PPOModule
 from lightning_rlhf.rewards import RewardBatch
 from tests.support import DecisionLog, fit, prompts, tiny_module, weights
 

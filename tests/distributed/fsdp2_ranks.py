@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_rlhf import checkpoint_folder
 from lightning_rlhf.callbacks import OOMGuard, RLHFCallback
-from lightning_rlhf.checkpoint_files import CheckpointError, verify, with_items
-from lightning_rlhf.checkpoint_folder import read_checkpoint, write_folder
+from lightning_rlhf.checkpoint import shards as checkpoint_folder
+from lightning_rlhf.checkpoint.files import CheckpointError, verify, with_items
+from lightning_rlhf.checkpoint.shards import read_checkpoint, write_folder
+from lightning_rlhf.distributed.strategies import FSDP2Strategy
 from lightning_rlhf.events import emit
 from lightning_rlhf.experience import Experience
 from lightning_rlhf.gradients import clip_gradients, gradient_norms
-from lightning_rlhf.lora import whole
 from lightning_rlhf.models import perturbation
-from lightning_rlhf.module import PPOModule
-from lightning_rlhf.strategies import FSDP2Strategy
+from lightning_rlhf.models.weights import whole
+from lightning_rlhf.ppo import PPOModule
 from lightning_rlhf.train import train
 from tests.support import prompts, tiny_module, tiny_policy
 

@@ -11,9 +11,9 @@ from lightning import Trainer
 from torch import nn
 
 from lightning_rlhf.callbacks import RLHFCallback
+from lightning_rlhf.distributed.strategies import DDPStrategy
 from lightning_rlhf.experience import PromptBatch, Rollout, prompt_key
 from lightning_rlhf.rollout.vllm_server import VLLMServerEngine
-from lightning_rlhf.strategies import DDPStrategy
 from tests.support import prompts, tiny_module
 
 MAX_NEW_TOKENS = 6

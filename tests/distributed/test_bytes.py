@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from lightning_rlhf.callbacks import RLHFCallback
-from lightning_rlhf.strategies import DDPStrategy
+from lightning_rlhf.distributed.strategies import DDPStrategy
 from tests.ranks import run_ranks
 from tests.support import fit, prompts, tiny_module
 

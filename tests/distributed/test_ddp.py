@@ -17,10 +17,10 @@ from lightning_rlhf import schema
 from lightning_rlhf.assembly import assemble, make_trainer
 from lightning_rlhf.callbacks import RLHFCallback
 from lightning_rlhf.checkpoint import latest_valid
+from lightning_rlhf.distributed.parallel import balanced_shares, gather_experience
+from lightning_rlhf.distributed.processes import gather_objects
+from lightning_rlhf.distributed.strategies import DDPStrategy
 from lightning_rlhf.experience import Experience
-from lightning_rlhf.parallel import balanced_shares, gather_experience
-from lightning_rlhf.processes import gather_objects
-from lightning_rlhf.strategies import DDPStrategy
 from tests.ranks import run_ranks
 from tests.support import fit, prompts, tiny_module
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from lightning_rlhf.callbacks import RLHFCallback
 from lightning_rlhf.checkpoint import latest_valid, verify
-from lightning_rlhf.checkpoint_folder import read_checkpoint
+from lightning_rlhf.checkpoint.shards import read_checkpoint
 from lightning_rlhf.evaluate import evaluate_checkpoint
 from lightning_rlhf.experience import Experience
 from lightning_rlhf.export import export_checkpoint

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from lightning_rlhf import cli, launch
+from lightning_rlhf import cli
+from lightning_rlhf.distributed import launch
 from lightning_rlhf.rollout.pool import ServersGone
 from lightning_rlhf.schema import InputError
 
@@ -125,7 +126,7 @@ def test_a_process_without_servers_is_no_traceback(folder: Path, monkeypatch: py
     def train(config: object) -> None:
         raise ServersGone("no rollout server is left. http://a:1: refused")
 
-    monkeypatch.setattr("lightning_rlhf.train.run", train)
+    monkeypatch.setattr("lightning_rlhf.run.run", train)
     monkeypatch.setattr("lightning_rlhf.schema.check", dict)
     monkeypatch.setenv("RANK", "1")
     (folder / "launch.json").write_text("{}", encoding="utf-8")

@@ -18,14 +18,15 @@ from lightning_rlhf import schema
 from lightning_rlhf.assembly import make_trainer
 from lightning_rlhf.callbacks import RLHFCallback
 from lightning_rlhf.checkpoint import latest_valid
-from lightning_rlhf.ray_settings import RaySettings
-from lightning_rlhf.train import run, train
+from lightning_rlhf.distributed.ray_settings import RaySettings
+from lightning_rlhf.run import run
+from lightning_rlhf.train import train
 from tests.ranks import run_ranks
 
 ray = pytest.importorskip("ray")
 
-from lightning_rlhf import ray_launch  # noqa: E402
-from lightning_rlhf.ray_watch import Refused, Watch, failures  # noqa: E402
+from lightning_rlhf.distributed import ray_launch  # noqa: E402
+from lightning_rlhf.distributed.ray_watch import Refused, Watch, failures  # noqa: E402
 
 # --- what is asked of Ray --------------------------------------------------------------------------------------------
 
@@ -99,8 +100,8 @@ def test_a_cluster_that_is_not_there_is_named(monkeypatch):
 
 def test_without_ray_the_extra_is_named(compose, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "lightning_rlhf.ray_launch")
-    monkeypatch.delattr("lightning_rlhf.ray_launch")
+    monkeypatch.delitem(sys.modules, "lightning_rlhf.distributed.ray_launch")
+    monkeypatch.delattr("lightning_rlhf.distributed.ray_launch")
     with pytest.raises(schema.InputError, match=r"lightning-rlhf\[ray\]"):
         train(compose("trainer=ray"))
 

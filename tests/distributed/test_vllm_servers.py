@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_rlhf.distributed.processes import together
 from lightning_rlhf.models import build_tiny
-from lightning_rlhf.processes import together
 from tests.distributed.server_ranks import draw_once, send_sharded, set_up, train_on_servers
 from tests.ranks import run_ranks
 from tests.rollout.fake_vllm_server import FakeVLLMServer, slow

@@ -11,8 +11,8 @@ from lightning import LightningDataModule, Trainer
 from lightning_rlhf.callbacks import RLHFCallback
 from lightning_rlhf.data import PromptDataModule
 from lightning_rlhf.data.loaders import ValidationLoader
+from lightning_rlhf.distributed.strategies import DDPStrategy, FSDP2Strategy
 from lightning_rlhf.rewards import RewardBatch, RewardError
-from lightning_rlhf.strategies import DDPStrategy, FSDP2Strategy
 from tests.support import even_digits, prompts, tiny_module
 
 STRATEGIES = {"ddp": DDPStrategy, "fsdp2": FSDP2Strategy}

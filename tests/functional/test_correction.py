@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_rlhf.functional.correction import Correction, Plan, WeightLevel, correct, log_ratio, storage_error
+from lightning_rlhf.functional.correction import Correction, Plan, WeightLevel, correct, storage_error
+from lightning_rlhf.functional.log_ratio import log_ratio
 from lightning_rlhf.functional.losses import ppo_policy_loss, reinforce_policy_loss
 from lightning_rlhf.functional.rejection import RULES, parse_rules
 from lightning_rlhf.metrics.correction import CorrectionMetrics

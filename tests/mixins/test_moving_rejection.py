@@ -16,7 +16,7 @@ from lightning_rlhf.callbacks import RLHFCallback
 from lightning_rlhf.experience import MiniBatch, PromptBatch, Rollout
 from lightning_rlhf.metrics import Metric, names, register
 from lightning_rlhf.metrics.batch import MetricBatch
-from lightning_rlhf.module import PPOModule
+from lightning_rlhf.ppo import PPOModule
 from lightning_rlhf.rollout import HFEngine
 from tests.ranks import run_ranks
 from tests.support import Recorder, fit, moments, prompts, same, tiny_module, tiny_policy, weights

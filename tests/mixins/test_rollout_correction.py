@@ -21,7 +21,7 @@ from lightning_rlhf.functional.losses import ppo_policy_loss
 from lightning_rlhf.metrics.batch import MetricBatch
 from lightning_rlhf.mixins.correction_settings import AdaptiveSettings, RolloutCorrectionSettings
 from lightning_rlhf.models import Actor
-from lightning_rlhf.module import PPOModule
+from lightning_rlhf.ppo import PPOModule
 from lightning_rlhf.rollout import HFEngine
 from lightning_rlhf.settings import SettingError
 from tests.support import Recorder, fit, prompts, same, tiny_module, tiny_policy, weights

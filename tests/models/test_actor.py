@@ -17,11 +17,11 @@ from transformers import (
     PreTrainedModel,
 )
 
-from lightning_rlhf.lora import lora_layers
 from lightning_rlhf.models.actor import Actor, backbone, output_head, position_ids, verify_head
 from lightning_rlhf.models.loading import LoadedModel, disable_dropout
 from lightning_rlhf.models.policy import build_policy
 from lightning_rlhf.models.tiny import character_tokenizer
+from lightning_rlhf.models.weights import lora_layers
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "cohere", "granite", "gpt2", "gptj", "mpt", "opt"]
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightning_rlhf.lora import lora_layers
 from lightning_rlhf.models.critic import SeparateCritic, SharedCritic
 from lightning_rlhf.models.loading import LoadedModel, assert_no_dropout, disable_dropout
 from lightning_rlhf.models.policy import build_policy
 from lightning_rlhf.models.reference import AdapterReference, FrozenReference
 from lightning_rlhf.models.tiny import build_tiny, character_tokenizer
+from lightning_rlhf.models.weights import lora_layers
 
 
 def loaded(lm: PreTrainedModel) -> LoadedModel:

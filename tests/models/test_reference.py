@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightning_rlhf.lora import lora_layers
 from lightning_rlhf.models.actor import Actor
 from lightning_rlhf.models.loading import LoadedModel
 from lightning_rlhf.models.policy import build_policy
 from lightning_rlhf.models.reference import AdapterReference, FrozenReference, active_adapter, fingerprint
 from lightning_rlhf.models.tiny import character_tokenizer
+from lightning_rlhf.models.weights import lora_layers
 
 CASES = ["copy", "fresh adapter", "trained adapter"]
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from lightning_rlhf.callbacks import Calibrate, CalibrationError
 from lightning_rlhf.experience import Finish, PromptBatch, Rollout
-from lightning_rlhf.lora import lora_layers
 from lightning_rlhf.models import Actor, LoadedModel, build_policy, build_tiny
+from lightning_rlhf.models.weights import lora_layers
 from lightning_rlhf.rollout import VLLMEngine, vllm_package
 from lightning_rlhf.rollout import vllm as module_under_test
 from tests.support import Recorder, fit, tiny_module, tiny_policy

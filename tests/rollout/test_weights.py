@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from lightning_rlhf.lora import checkpoint_weights, lora_layers, plain_name
 from lightning_rlhf.models import build_policy, build_tiny
+from lightning_rlhf.models.weights import checkpoint_weights, lora_layers, plain_name
 from lightning_rlhf.rollout.weights import named_weights, round_weight
 
 

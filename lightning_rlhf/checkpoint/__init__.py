@@ -1,0 +1,16 @@
+"""Checkpoints: the callback that saves them, their files and shards, and the random state in them."""
+
+from lightning_rlhf.checkpoint.callback import AtomicCheckpointIO, IterationCheckpoint, warn_about_model_checkpoint
+from lightning_rlhf.checkpoint.files import CheckpointError, latest_valid, plain, verify
+from lightning_rlhf.checkpoint.random_state import RNGState
+
+__all__ = [
+    "AtomicCheckpointIO",
+    "CheckpointError",
+    "IterationCheckpoint",
+    "RNGState",
+    "latest_valid",
+    "plain",
+    "verify",
+    "warn_about_model_checkpoint",
+]

@@ -1,0 +1,209 @@
+"""A checkpoint in a folder: each rank writes the slices it holds, with torch.distributed.checkpoint.
+
+``state.pt`` holds everything that is not sharded, and in the place of a sharded tensor its name; ``*.distcp`` and
+``.metadata`` are PyTorch's; ``manifest.json`` is written last and names size and hash of all of them. Such a folder
+can be read by any number of processes, by one without ``torch.distributed``, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import empty as empty_sharded
+
+from lightning_rlhf.checkpoint.files import (
+    MANIFEST,
+    STATE,
+    CheckpointError,
+    digest,
+    not_written,
+    partial_of,
+    plain,
+    put_in_place,
+    remove,
+    with_items,
+)
+
+_SHARDED = "sharded tensor"
+"""Key of the mapping that stands in ``state.pt`` for a sharded tensor."""
+
+_Result = TypeVar("_Result")
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write_folder(checkpoint: dict[str, Any], path: Path) -> None:
+    """Write a checkpoint whose sharded tensors are DTensors; called on every rank. Whole or absent, as a file is.
+
+    Raises:
+        CheckpointError: on every rank, if any of them could not write its part; nothing is left behind, and an older
+            checkpoint of that name is untouched.
+    """
+    rank, partial = dist.get_rank(), partial_of(path)
+    shards: dict[str, Tensor] = {}
+    try:
+        state = _together(lambda: plain(_take_out(checkpoint, "", shards)))[rank]
+        _together(lambda: _prepare(partial) if rank == 0 else None)
+        _together(lambda: dcp.save(shards, storage_writer=dcp.FileSystemWriter(partial, sync_files=True)))
+        hashes = _together(lambda: {file.name: digest(file) for file in partial.glob(f"__{rank}_*.distcp")})
+        _together(lambda: _finish(state, hashes, path) if rank == 0 else None)
+    except CheckpointError as error:
+        if rank == 0:
+            remove(partial)
+        raise not_written(path, error) from error
+
+
+def _together(work: Callable[[], _Result]) -> list[_Result]:
+    """The results of all ranks.
+
+    Raises:
+        CheckpointError: on every rank, if ``work`` fails on one.
+    """
+    mine: tuple[Any, str | None]
+    try:
+        mine = work(), None
+    except CheckpointException as error:  # of all ranks; not an Exception
+        mine = None, "; ".join(str(failure) for failure, _ in error.failures.values()) or str(error)
+    except (OSError, RuntimeError) as error:
+        mine = None, str(error)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    for rank, (_, problem) in enumerate(everyone):
+        if problem is not None:
+            raise CheckpointError(f"rank {rank}: {problem}")
+    return [result for result, _ in everyone]
+
+
+def _take_out(value: Any, name: str, shards: dict[str, Tensor]) -> Any:
+    """The value with sharded tensors replaced by their names, under which they are in ``shards`` afterwards."""
+    if isinstance(value, DTensor):
+        shards[name] = value.detach()
+        return {_SHARDED: name}
+    if isinstance(value, dict):
+        prefix = f"{name}." if name else ""
+        return with_items(value, ((key, _take_out(item, f"{prefix}{key}", shards)) for key, item in value.items()))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_take_out(item, f"{name}.{index}", shards) for index, item in enumerate(value))
+    return value
+
+
+def _prepare(partial: Path) -> None:
+    remove(partial)
+    partial.mkdir(parents=True)
+
+
+def _finish(state: Any, hashes: list[dict[str, Any]], path: Path) -> None:
+    """What rank 0 adds once every rank's slices are on disk; then the folder gets its name."""
+    partial = partial_of(path)
+    _write(partial / STATE, lambda file: torch.save(state, file))
+    files = {name: entry for part in hashes for name, entry in part.items()}
+    files |= {name: digest(partial / name) for name in (".metadata", STATE)}
+    _write(partial / MANIFEST, lambda file: file.write(json.dumps({"files": files}, indent=2).encode()))
+    missing = sorted(files.keys() ^ ({file.name for file in partial.iterdir()} - {MANIFEST}))
+    if missing:
+        raise CheckpointError(f"files are missing or too many: {', '.join(missing)}")
+    put_in_place(path)
+
+
+def _write(path: Path, write: Callable[[Any], Any]) -> None:
+    with path.open("wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read_checkpoint(path: Path, mesh: DeviceMesh | None = None) -> dict[str, Any]:
+    """The content of a checkpoint, file or folder.
+
+    Args:
+        path: the checkpoint.
+        mesh: what is sharded in a folder is sharded over these ranks, along its first dimension as FSDP2 does; every
+            rank has to call, and reads the slices it needs. ``None``: whole tensors, on the CPU.
+
+    Raises:
+        CheckpointError: the folder is damaged.
+    """
+    if path.is_file():
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    reader = _Reader(path)
+    try:
+        state = torch.load(path / STATE, map_location="cpu", mmap=True, weights_only=True)
+        shards = {
+            name: _empty(entry, mesh)
+            for name, entry in reader.read_metadata().state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        dcp.load(shards, storage_reader=reader, no_dist=mesh is None)
+    except (OSError, RuntimeError, pickle.UnpicklingError, CheckpointException) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return _put_back(state, shards)
+
+
+def _empty(entry: TensorStorageMetadata, mesh: DeviceMesh | None) -> Tensor:
+    dtype = entry.properties.dtype
+    if mesh is None:
+        return torch.empty(entry.size, dtype=dtype)
+    return empty_sharded(entry.size, dtype=dtype, device_mesh=mesh, placements=[Shard(0)])
+
+
+def _put_back(value: Any, shards: dict[str, Tensor]) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {_SHARDED}:
+            return shards[value[_SHARDED]]
+        return with_items(value, ((key, _put_back(item, shards)) for key, item in value.items()))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_put_back(item, shards) for item in value)
+    return value
+
+
+class _Reader(dcp.FileSystemReader):
+    """PyTorch's reader, whose ``.metadata`` is a pickle, held to the classes that belong into one."""
+
+    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and name not in _ALLOWED.get(module, ()):
+            raise pickle.UnpicklingError(f".metadata holds {module}.{name}, which does not belong into a checkpoint")
+        return super().find_class(module, name)
+
+
+_ALLOWED = {
+    "pathlib": {"PosixPath"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+}
+"""Classes in a ``.metadata`` by module, as seen with torch 2.13, and the dtypes."""

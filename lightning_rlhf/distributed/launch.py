@@ -1,0 +1,209 @@
+"""One process per device: started here through PyTorch's elastic agent, or from outside by torchrun, SLURM or MPI.
+
+What the processes get is the checked configuration as a file, so they agree on it and on the output folder, and paths
+relative to the folder of the command mean the same in all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import traceback
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.accelerators import AcceleratorRegistry
+from lightning.pytorch.plugins.environments import (
+    LSFEnvironment,
+    MPIEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
+
+from lightning_rlhf.distributed.processes import is_first
+from lightning_rlhf.interruption import REQUEST, REQUEST_VARIABLE, Interrupted, passed_on
+from lightning_rlhf.reporting.mlflow import end_as_failed
+from lightning_rlhf.runs.ending import RunFailed, how_to_go_on, told
+from lightning_rlhf.schema import InputError
+
+FILE = "launch.json"
+"""In the output folder: what the processes of a run read."""
+
+RESULT = "metrics.json"
+"""In the output folder: the last value of every metric, from the first process."""
+
+INTERRUPTED = "interrupted"
+"""The only key of that file where a signal has ended the run: its number."""
+
+
+def started_outside() -> bool:
+    """Whether somebody else has started one process per device and told them their ranks."""
+    outside = (TorchElasticEnvironment, LSFEnvironment, MPIEnvironment)
+    return _several_slurm_tasks() or any(environment.detect() for environment in outside)
+
+
+def _several_slurm_tasks() -> bool:
+    """One task of SLURM starts its processes as any other command does."""
+    return SLURMEnvironment.detect() and int(os.environ["SLURM_NTASKS"]) > 1
+
+
+def local_devices(config: Mapping[str, Any]) -> int:
+    """Devices of this machine that the configuration asks for.
+
+    Raises:
+        InputError: it asks for all devices of an accelerator that is not known.
+    """
+    trainer = config["trainer"]
+    devices = trainer.get("devices", 1)
+    if isinstance(devices, list):
+        return len(devices)
+    if devices not in ("auto", -1, "-1"):
+        return int(devices)
+    import torch
+
+    name = trainer.get("accelerator", "auto")
+    if name in ("auto", "gpu"):
+        found = torch.accelerator.current_accelerator()
+        name = "cpu" if found is None else str(found.type)
+    if name not in AcceleratorRegistry:
+        raise InputError(f"trainer.devices = {devices!r} is not allowed with trainer.accelerator = {name!r}: a number")
+    return int(AcceleratorRegistry.get(name).auto_device_count())
+
+
+def start(config: Mapping[str, Any], processes: int) -> dict[str, float]:
+    """Run ``train`` in that many processes and wait for them.
+
+    The agent ends all of them when one ends early.
+
+    Args:
+        config: plain containers, as :func:`lightning_rlhf.schema.check` returns them.
+        processes: on this machine.
+
+    Returns:
+        What the first process returned.
+
+    Raises:
+        RunFailed: a process failed; it has said why.
+        Interrupted: SIGINT or SIGTERM; the processes have ended between two iterations, or at once after a second one.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    file = hand_over(config)
+    folder = file.parent
+    (folder / RESULT).unlink(missing_ok=True)
+    agent = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        shutdown_timeout=10,  # for the others where one has failed, or after a second signal; then they are killed
+        signals_to_handle="SIGHUP,SIGQUIT",  # on others the agent would kill the processes after that time
+    )
+    environment = {
+        "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # each process would take all cores otherwise
+        REQUEST_VARIABLE: str(folder / REQUEST),
+    }
+    quiet = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+    before, level = dict(os.environ), quiet.level
+    os.environ.update(environment)
+    quiet.setLevel(logging.CRITICAL)  # what it says of a failure is in the error below
+    try:
+        with told(config, speaks=True), passed_on(folder) as stop:
+            elastic_launch(agent, sys.executable)("-m", __name__, str(file))
+    except ChildFailedError as failure:
+        rank, first = failure.get_first_failure()
+        how = f"signal {-first.exitcode}" if first.exitcode < 0 else f"exit code {first.exitcode}"
+        if stop.received:
+            raise Interrupted(stop.received, told=True) from failure
+        reason = f"process {rank} of {processes} ended with {how}, and the others were ended with it"
+        # Of a process that was killed the others know only that a connection has ended.
+        end_as_failed(folder, reason, is_cause=first.exitcode < 0)
+        said = f"training has ended: {reason}. What it said is above"
+        raise RunFailed("\n".join([said, *how_to_go_on(config)])) from failure
+    finally:
+        quiet.setLevel(level)
+        for name in environment:
+            os.environ.pop(name)
+        os.environ |= {name: before[name] for name in environment if name in before}
+    result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+    if INTERRUPTED in result:
+        raise Interrupted(int(result[INTERRUPTED]), told=True)
+    return result
+
+
+def hand_over(config: Mapping[str, Any]) -> Path:
+    """Write the file that the processes of a run read."""
+    file = Path(config["output_dir"]).absolute() / FILE
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(config, indent=1), encoding="utf-8")
+    return file
+
+
+def main(file: str) -> int:
+    """One process of a run: ``python -m lightning_rlhf.distributed.launch FILE``, under whatever tells it its rank."""
+    import torch
+    from omegaconf import OmegaConf
+
+    from lightning_rlhf.checkpoint.files import CheckpointError
+    from lightning_rlhf.control import TrainingFailed
+    from lightning_rlhf.quiet import quiet
+    from lightning_rlhf.rollout.pool import ServersGone
+    from lightning_rlhf.run import run
+    from lightning_rlhf.schema import check
+
+    logging.basicConfig(format="%(message)s", level=logging.INFO if is_first() else logging.WARNING)
+    logging.getLogger("lightning").handlers.clear()
+    try:
+        with quiet():
+            metrics = run(check(OmegaConf.create(json.loads(Path(file).read_text(encoding="utf-8")))))
+    except InputError as error:
+        print(f"process {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)
+        return 2
+    except Interrupted as stop:
+        if not stop.on_every_rank:
+            return 128 + stop.signum
+        metrics = {INTERRUPTED: stop.signum}
+    except (ServersGone, TrainingFailed, CheckpointError) as error:
+        print(f"process {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)
+        return 1
+    except Exception:
+        print(f"process {os.environ['RANK']}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        return 1
+    if is_first():
+        Path(file).with_name(RESULT).write_text(json.dumps(metrics), encoding="utf-8")
+    torch.distributed.destroy_process_group()
+    return 0
+
+
+def shared_name() -> str | None:
+    """What processes started outside call their folder, the same for all; ``None`` where the clock may name it.
+
+    Each of them composes the configuration at its own time, and the clock would give each a folder of its own.
+
+    Raises:
+        InputError: they have no name in common.
+    """
+    if _several_slurm_tasks():
+        step = os.environ.get("SLURM_STEP_ID", "0")  # a second srun of the job is another run
+        return f"slurm-{os.environ['SLURM_JOB_ID']}" + (f"-{step}" if step != "0" else "")
+    if TorchElasticEnvironment.detect():
+        name = os.environ["TORCHELASTIC_RUN_ID"]
+        if name == "none":
+            raise InputError(
+                "torchrun has no name: give it --rdzv-id=NAME or --standalone, or set hydra.run.dir=FOLDER"
+            )
+        return f"torchrun-{name}"
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

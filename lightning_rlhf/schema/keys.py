@@ -1,0 +1,176 @@
+"""Keys that nothing reads, blocks that build nothing, arguments that a class or function does not take."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from lightning_rlhf.errors import Problem
+from lightning_rlhf.kinds import wrong_kind
+from lightning_rlhf.schema.locate import locate, parameters_of
+from lightning_rlhf.schema.shipped import flatten, known_at_the_top, shipped_keys
+from lightning_rlhf.schema.spelling import hint
+from lightning_rlhf.schema.static import declared
+
+
+def get(config: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    """The value at a dotted key, or ``default`` where a block on the way is missing or null."""
+    node: Any = config
+    for part in key.split("."):
+        if not isinstance(node, Mapping) or part not in node:
+            return default
+        node = node[part]
+    return node
+
+
+MIXIN_SETTINGS = {
+    "alp": "lightning_rlhf.mixins.alp_settings.ALPSettings",
+    "rollout_correction": "lightning_rlhf.mixins.correction_settings.RolloutCorrectionSettings",
+}
+"""Blocks of ``module`` that belong to a mixin, and their classes of settings; null or absent switches it off."""
+
+
+def top_level(config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Keys beside those of train.yaml and its groups."""
+    known = known_at_the_top()
+    for name, value in config.items():
+        if name in known:
+            continue
+        for key, leaf in flatten({name: value}):
+            text = hint(key, [*known, *shipped_keys()]) or f"known at the top: {', '.join(known)}"
+            yield Problem(key, leaf, f"nothing reads this key; {text}")
+
+
+def blocks(config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Blocks that do not say what to build, and names that are no block."""
+    wanted = {key: get(config, key) for key in ("module", "model.source", "model.policy", "data", "reward", "rollout")}
+    wanted["trainer"] = get(config, "trainer")
+    wanted |= {key: config[key] for key in ("warmup",) if config.get(key)}
+    loggers = config.get("logger") or {}
+    named = isinstance(loggers, Mapping) and "_target_" not in loggers
+    wanted |= {f"logger.{k}": v for k, v in loggers.items() if v is not None} if named else {"logger": loggers}
+    wanted |= {f"callbacks.{k}": block for k, block in (config.get("callbacks") or {}).items() if block is not None}
+    for key, block in wanted.items():
+        if not isinstance(block, Mapping) or "_target_" not in block:
+            near = hint(key, dict.fromkeys(known.rpartition(".")[0] for known in shipped_keys()))
+            yield Problem(key, block, f"a block with a _target_, the class or function to build; {near}".rstrip("; "))
+    for name, value in (get(config, "model") or {}).items():
+        unread = {} if name in ("source", "policy") else {name: value}
+        if name == "lr" and isinstance(value, Mapping):
+            unread = {f"lr.{part}": rate for part, rate in value.items() if part not in ("actor", "critic")}
+        for key, bad in unread.items():
+            yield Problem(f"model.{key}", bad, f"nothing reads this key; {hint(f'model.{key}', shipped_keys())}")
+
+
+def targets(config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Unknown targets, and arguments that a target does not take or misses."""
+    for key, node in _targeted(config):
+        yield from _arguments(key, node)
+
+
+def declared_arguments(config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Arguments that a part of the kit does not take, as its source says; nothing is imported."""
+    for key, node in _targeted(config):
+        found = declared(node["_target_"])
+        if found is not None:
+            yield from _unknown(key, node, list(found.names))
+    for name, place in MIXIN_SETTINGS.items():
+        given, found = get(config, f"module.{name}"), declared(place)
+        if found is not None and isinstance(given, Mapping):
+            yield from _unknown(f"module.{name}", given, list(found.names), "the block")
+
+
+def kinds(config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Values that are no number, no whole number or neither true nor false where a part of the kit takes only such."""
+    for key, node in _targeted(config):
+        found = declared(node["_target_"])
+        for name in _given(key, node) if found is not None else ():
+            allowed = wrong_kind(node[name], found.annotations.get(name))  # type: ignore[union-attr]
+            if allowed and f"{key}.{name}" not in CHECKED_ELSEWHERE:
+                yield Problem(f"{key}.{name}", node[name], allowed)
+
+
+CHECKED_ELSEWHERE = {
+    "data.prompts_per_iteration",
+    "data.max_prompt_tokens",
+    "rollout.samples",
+    "rollout.max_new_tokens",
+    "rollout.requests_per_server",
+}
+"""Numbers that everything else is computed from; ``schema.numbers`` has more to say about them."""
+
+
+def _targeted(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Every block with a ``_target_``, and its dotted key."""
+    for name, value in config.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, list):
+            value = {str(index): item for index, item in enumerate(value)}
+        if not isinstance(value, Mapping):
+            continue
+        if "_target_" in value:
+            yield key, value
+        yield from _targeted(value, f"{key}.")
+
+
+SUPPLIED = {
+    "model.policy": {"loaded"},
+    "data": {"tokenizer", "iterations", "seed"},
+    "warmup": {"loaded", "datamodule", "seed"},
+    "module": {"policy", "engine", "reward", "iterations", "seed"},
+}
+"""Arguments that ``train`` hands over itself; in a config they would be overwritten, so they are refused there."""
+
+
+NOT_HANDED_OVER = {"trainer": {"ray"}}
+"""Keys of a block that are no arguments of its target."""
+
+
+def _arguments(key: str, node: Mapping[str, Any]) -> Iterator[Problem]:
+    path = node["_target_"]
+    try:
+        target = locate(path)
+    except LookupError as error:
+        yield Problem(f"{key}._target_", path, str(error))
+        return
+    if not callable(target):
+        yield Problem(f"{key}._target_", path, "a class or a function")
+        return
+    parameters = parameters_of(target)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    named = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    configurable = [n for n in named if n not in SUPPLIED.get(key, set())]
+    given = _given(key, node)
+    if takes_any:
+        named += [name for name in given if name not in SUPPLIED.get(key, set())]
+    yield from _unknown(key, node, named)
+    if node.get("_partial_") or "_args_" in node:
+        return
+    for name in configurable:
+        parameter = parameters[name]
+        if parameter.default is parameter.empty and name not in given and not _is_reward_function(key, target):
+            yield Problem(f"{key}.{name}", "missing", f"{path} needs it")
+
+
+def _given(key: str, node: Mapping[str, Any]) -> list[str]:
+    """Names of the arguments that a block gives."""
+    apart = NOT_HANDED_OVER.get(key, set())
+    return [n for n in node if not (n.startswith("_") and n.endswith("_")) and n not in apart]
+
+
+def _unknown(key: str, node: Mapping[str, Any], named: list[str], who: str = "") -> Iterator[Problem]:
+    """Arguments of a block that are not among those ``named`` or that ``train`` supplies itself."""
+    configurable = [n for n in named if n not in SUPPLIED.get(key, set())]
+    for name in _given(key, node):
+        if name not in configurable:
+            near = get_close_matches(name, configurable, n=1)
+            guess = f"did you mean {near[0]}? " if near else ""
+            takes = f"{who or node['_target_']} takes: {', '.join(configurable) or 'nothing'}"
+            yield Problem(f"{key}.{name}", node[name], f"{guess}{takes}")
+
+
+def _is_reward_function(key: str, target: Any) -> bool:
+    """A plain function as a reward: its one free argument is the batch, which it gets when it is called."""
+    return key.startswith("reward.") and inspect.isfunction(target)

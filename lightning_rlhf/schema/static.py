@@ -1,0 +1,91 @@
+"""Arguments of the kit's own classes and functions, read from their source: importing them takes many seconds."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGE = "lightning_rlhf"
+
+
+@dataclass(frozen=True)
+class Declared:
+    """Arguments as written: names with annotations (``""`` where there is none), and the names without a default."""
+
+    annotations: dict[str, str]
+    required: frozenset[str]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All of them, in order."""
+        return tuple(self.annotations)
+
+
+def declared(path: object) -> Declared | None:
+    """Arguments of the class or function at a dotted import path of this package.
+
+    Returns:
+        ``None`` where the source alone does not tell: another package, an unknown name, ``**kwargs``, several bases.
+    """
+    if not isinstance(path, str) or not path.startswith(f"{PACKAGE}."):
+        return None
+    module, _, name = path.rpartition(".")
+    found = _definition(module, name)
+    if found is None:
+        return None
+    module, node = found
+    if isinstance(node, ast.FunctionDef):
+        return _arguments(node.args, skip=0)
+    return _of_class(module, node)
+
+
+def _of_class(module: str, node: ast.ClassDef) -> Declared | None:
+    for statement in node.body:
+        if isinstance(statement, ast.FunctionDef) and statement.name == "__init__":
+            return _arguments(statement.args, skip=1)
+    if any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
+        fields = [s for s in node.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)]
+        if node.bases:
+            return None
+        named = {s.target.id: s for s in fields if isinstance(s.target, ast.Name)}
+        annotations = {name: ast.unparse(s.annotation) for name, s in named.items()}
+        return Declared(annotations, frozenset(name for name, s in named.items() if s.value is None))
+    if len(node.bases) == 1 and isinstance(node.bases[0], ast.Name):
+        base = _definition(module, node.bases[0].id)
+        if base is not None and isinstance(base[1], ast.ClassDef):
+            return _of_class(base[0], base[1])
+    return None
+
+
+def _arguments(arguments: ast.arguments, skip: int) -> Declared | None:
+    if arguments.kwarg is not None or arguments.vararg is not None or arguments.posonlyargs:
+        return None
+    required = set(arguments.args[: len(arguments.args) - len(arguments.defaults)])
+    required |= {a for a, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if value is None}
+    taken = [*arguments.args[skip:], *arguments.kwonlyargs]
+    annotations = {a.arg: ast.unparse(a.annotation) if a.annotation else "" for a in taken}
+    return Declared(annotations, frozenset(a.arg for a in taken if a in required))
+
+
+def _definition(module: str, name: str) -> tuple[str, ast.ClassDef | ast.FunctionDef] | None:
+    """The definition of a name in a module of this package, followed through its imports; and the module it is in."""
+    tree = _tree(module)
+    for statement in tree.body if tree is not None else ():
+        if isinstance(statement, (ast.ClassDef, ast.FunctionDef)) and statement.name == name:
+            return module, statement
+        if isinstance(statement, ast.ImportFrom) and (statement.module or "").startswith(f"{PACKAGE}."):
+            for alias in statement.names:
+                if (alias.asname or alias.name) == name:
+                    return _definition(str(statement.module), alias.name)
+    return None
+
+
+@functools.cache
+def _tree(module: str) -> ast.Module | None:
+    place = Path(__file__).parents[1].joinpath(*module.split(".")[1:])
+    for file in (place.with_suffix(".py"), place / "__init__.py"):
+        if file.is_file():
+            return ast.parse(file.read_text(encoding="utf-8"))
+    return None

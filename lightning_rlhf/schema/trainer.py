@@ -1,0 +1,84 @@
+"""What is wrong with the block of the Lightning Trainer: options that another key decides, devices, strategies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lightning_rlhf.distributed.ray_settings import workers_of, wrong_options
+from lightning_rlhf.settings import SettingError
+
+REFUSED_TRAINER_OPTIONS = {
+    "gradient_clip_val": "module.actor.clip_norm and module.critic.clip_norm act, one limit per parameter group",
+    "gradient_clip_algorithm": "gradients are clipped by norm: module.actor.clip_norm, module.critic.clip_norm",
+    "accumulate_grad_batches": "module.update.minibatch_size is the size of a step, module.update.micro_batch_tokens "
+    "what goes through the model at once",
+    "max_epochs": "iterations is the length of the run",
+    "min_epochs": "iterations is the length of the run",
+    "max_steps": "iterations is the length of the run",
+    "min_steps": "iterations is the length of the run",
+    "max_time": "iterations is the length of the run",
+    "limit_train_batches": "iterations is the length of the run",
+    "overfit_batches": "iterations is the length of the run",
+    "reload_dataloaders_every_n_epochs": "the data module starts its next pass over the prompts by itself",
+    "check_val_every_n_epoch": "evaluate_every counts iterations",
+    "val_check_interval": "evaluate_every counts iterations",
+    "num_sanity_val_steps": "the held-out prompts are evaluated before training anyway",
+    "log_every_n_steps": "each iteration is logged once",
+    "use_distributed_sampler": "the data module divides the prompts itself",
+    "enable_checkpointing": "callbacks.checkpoint=null switches checkpoints off",
+    "default_root_dir": "output_dir is the run's folder",
+    "callbacks": "the group callbacks holds them",
+    "logger": "the group logger holds it",
+}
+"""Options of the Lightning Trainer that manual optimisation cannot honour, or that another key decides."""
+
+
+STRATEGIES = ("auto", "ddp")
+"""Names of strategies; others are written as a block with a _target_."""
+
+
+def wrong_trainer_options(trainer: Mapping[str, Any]) -> Iterator[SettingError]:
+    """Options that would be ignored or refused later, each with what is allowed or the key that does act.
+
+    Args:
+        trainer: the block, as plain containers.
+    """
+    for name, acting in REFUSED_TRAINER_OPTIONS.items():
+        if name in trainer:
+            yield SettingError(f"trainer.{name}", trainer[name], f"not used here: {acting}")
+    yield from _processes(trainer)
+    yield from wrong_options(trainer)
+    if trainer.get("accelerator") == "npu":
+        from lightning_rlhf.accelerators.npu import check_options
+
+        try:
+            check_options(trainer)
+        except SettingError as error:
+            yield error
+
+
+def _processes(trainer: Mapping[str, Any]) -> Iterator[SettingError]:
+    """Devices, machines and how they work together."""
+    devices, nodes = trainer.get("devices", 1), trainer.get("num_nodes", 1)
+    whole = isinstance(devices, int) and not isinstance(devices, bool) and (devices >= 1 or devices == -1)
+    indices = isinstance(devices, list) and devices and all(isinstance(i, int) and i >= 0 for i in devices)
+    if not (whole or indices or devices == "auto"):
+        yield SettingError("trainer.devices", devices, "a whole number >= 1, a list of device indices, or auto (all)")
+    if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
+        yield SettingError("trainer.num_nodes", nodes, "a whole number >= 1")
+    strategy = trainer.get("strategy", "auto")
+    if isinstance(strategy, str) and strategy not in STRATEGIES and trainer.get("accelerator") != "npu":
+        near = {"fsdp": "trainer=fsdp2", "fsdp2": "trainer=fsdp2", "ddp_spawn": "ddp"}.get(strategy)
+        guess = f"did you mean {near}? " if near else ""
+        yield SettingError("trainer.strategy", strategy, f"{guess}{', '.join(STRATEGIES)}, or a block with a _target_")
+
+
+def processes_of(trainer: Mapping[str, Any]) -> int | None:
+    """Training processes of the run; ``None`` where only the machine can tell (``auto``)."""
+    if trainer.get("ray") is not None:
+        return workers_of(trainer)
+    devices = trainer.get("devices", 1)
+    count = len(devices) if isinstance(devices, list) else devices
+    nodes = trainer.get("num_nodes", 1)
+    return count * nodes if isinstance(count, int) and isinstance(nodes, int) and count > 0 else None
