@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_rlhf.assembly import building, load_checkpoint, make
 from lightning_rlhf.evaluate import without_reference
 from lightning_rlhf.mixins.alp_settings import ALPSettings, alp_settings
+from lightning_rlhf.models import LoadedModel
 from lightning_rlhf.models.fixed_perturbation import save_perturbation
 from lightning_rlhf.models.perturbation import decoder_layers
 from lightning_rlhf.quiet import quiet_loading
@@ -59,11 +60,7 @@ def export_checkpoint(
     if perturbation and noise is None:
         raise InputError(f"perturbation = true is not allowed: {checkpoint!r} was trained without module.alp")
     quiet_loading()
-    try:
-        with building("model.source"):
-            loaded = make(config["model"]["source"])
-    except InputError as error:
-        raise InputError(f"{error}\nIf the model lies elsewhere by now, say where: model.source.path=FOLDER") from error
+    loaded = _base_model(config)
     with building("model.policy"):
         actor = make(config["model"]["policy"] | {"critic": "none"}, loaded=loaded).actor
     prefix = "actor."
@@ -85,6 +82,16 @@ def export_checkpoint(
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return target
+
+
+def _base_model(config: Mapping[str, Any]) -> LoadedModel:
+    """The model and tokenizer that the run began with."""
+    try:
+        with building("model.source"):
+            loaded: LoadedModel = make(config["model"]["source"])
+    except InputError as error:
+        raise InputError(f"{error}\nIf the model lies elsewhere by now, say where: model.source.path=FOLDER") from error
+    return loaded
 
 
 def _refuse_what_is_not_replaced(target: Path, output: str, force: bool) -> None:

@@ -28,9 +28,7 @@ def build_tiny(
     seed: int = 0,
     dtype: str = "float32",
 ) -> LoadedModel:
-    """Build a randomly initialised Llama and a tokenizer with one token per character.
-
-    The same arguments give the same weights; PyTorch's global generator is left as it was.
+    """A randomly initialised Llama, the same for the same arguments, and a tokenizer with one token per character.
 
     Args:
         vocabulary: The characters the tokenizer knows. A text with any other character is refused by it.
@@ -46,7 +44,7 @@ def build_tiny(
         dtype: ``float32``, ``bfloat16`` or ``float16``.
 
     Raises:
-        ValueError: A number does not fit, or the vocabulary is empty or not made of different single characters.
+        ValueError: A number does not fit, or the vocabulary is not made of different single characters.
     """
     if dtype not in DTYPES:
         raise ValueError(f"model dtype = {dtype!r} is not allowed: one of {', '.join(DTYPES)}")
@@ -59,7 +57,7 @@ def build_tiny(
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
-        intermediate_size=4 * hidden_size if intermediate_size is None else intermediate_size,
+        intermediate_size=intermediate_size or 4 * hidden_size,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=key_value_heads,
@@ -73,12 +71,15 @@ def build_tiny(
     with isolated_rng(seed), torch.device("cpu"):
         lm = LlamaForCausalLM(config)
     if dtype != "float32":
-        # The rotary frequencies are no parameters and stay in float32, as from_pretrained keeps them.
-        for parameter in lm.parameters():
-            parameter.data = parameter.data.to(DTYPES[dtype])
-        lm.config.dtype = DTYPES[dtype]
-    name = f"tiny-llama-{layers}x{hidden_size}-vocab{len(tokenizer)}-seed{seed}"
-    return LoadedModel(lm, tokenizer, source=name)
+        _convert(lm, DTYPES[dtype])
+    return LoadedModel(lm, tokenizer, source=f"tiny-llama-{layers}x{hidden_size}-vocab{len(tokenizer)}-seed{seed}")
+
+
+def _convert(lm: LlamaForCausalLM, dtype: torch.dtype) -> None:
+    """The rotary frequencies are no parameters and stay in float32, as ``from_pretrained`` keeps them."""
+    for parameter in lm.parameters():
+        parameter.data = parameter.data.to(dtype)
+    lm.config.dtype = dtype
 
 
 def character_tokenizer(

@@ -1,7 +1,8 @@
 """What is wrong with this configuration? Its checks, spellings, blocks of veRL, and the screen that says so."""
 
 from lightning_rlhf.errors import ConfigError, InputError, Problem
-from lightning_rlhf.schema.checks import batch_sizes_of, check, first_look, warnings
+from lightning_rlhf.schema.batch_sizes import batch_sizes_of
+from lightning_rlhf.schema.checks import check, first_look, warnings
 from lightning_rlhf.schema.keys import NOT_HANDED_OVER, get
 from lightning_rlhf.schema.shipped import flatten, shipped_keys
 

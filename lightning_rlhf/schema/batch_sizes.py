@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from lightning_rlhf.schema.keys import get
+from lightning_rlhf.settings import PPOSettings, SettingError, build
 
 
 @dataclass(frozen=True)
@@ -39,3 +44,26 @@ class BatchSizes:
             ),
         ]
         return "\n".join(f"  {name:<12} {text}" for name, text in rows)
+
+
+def batch_sizes_of(config: Mapping[str, Any]) -> BatchSizes | None:
+    """The batch arithmetic; ``None`` where a number is missing or no whole number (:func:`.checks.numbers` says so)."""
+    values = [get(config, key) for key in ("data.prompts_per_iteration", "rollout.samples", "iterations")]
+    settings = settings_of(config)
+    if settings is None or not all(isinstance(value, int) and value > 0 for value in values):
+        return None
+    prompts, samples, iterations = values
+    return BatchSizes(prompts, samples, iterations, settings.update.epochs, settings.update.minibatch_size)
+
+
+def settings_of(config: Mapping[str, Any]) -> PPOSettings | None:
+    """The module's settings, or ``None`` where a block is wrong (:func:`.checks.module_settings` says so)."""
+    try:
+        settings = PPOSettings()
+        for field in fields(PPOSettings):
+            values = get(config, f"module.{field.name}")
+            kind = type(getattr(settings, field.name))
+            settings = replace(settings, **{field.name: build(kind, f"module.{field.name}", values)})
+    except SettingError:
+        return None
+    return settings

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lightning_rlhf.errors import ConfigError, Problem
-from lightning_rlhf.schema.batch_sizes import BatchSizes
+from lightning_rlhf.schema.combinations import combinations
 from lightning_rlhf.schema.keys import (
     MIXIN_SETTINGS,
     blocks,
@@ -24,7 +24,7 @@ from lightning_rlhf.schema.keys import (
 )
 from lightning_rlhf.schema.locate import locate
 from lightning_rlhf.schema.shipped import comment
-from lightning_rlhf.schema.trainer import processes_of, wrong_trainer_options
+from lightning_rlhf.schema.trainer import wrong_trainer_options
 from lightning_rlhf.schema.verl import VerlBlockError, adopt, outvoted, pasted_name
 from lightning_rlhf.settings import PPOSettings, SettingError, build
 
@@ -187,73 +187,6 @@ def numbers(config: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem("seed", seed, "a whole number from 0 to 2**32 - 1")
 
 
-def combinations(config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Values that are right alone and impossible together."""
-    if get(config, "warmup._target_") == "lightning_rlhf.warmup.warm_up" and get(config, "warmup.lr") is None:
-        from lightning_rlhf.warmup import RATE_WANTED
-
-        yield Problem("warmup.lr", None, RATE_WANTED)
-    settings, batch = settings_of(config), batch_sizes_of(config)
-    if settings is None or batch is None:
-        return
-    update, advantage = settings.update, settings.advantage
-    if update.minibatch_size > batch.sequences:
-        yield Problem(
-            "module.update.minibatch_size",
-            update.minibatch_size,
-            f"at most {batch.sequences}, the sequences of an iteration (data.prompts_per_iteration = {batch.prompts} x "
-            f"rollout.samples = {batch.samples})",
-        )
-    processes = processes_of(get(config, "trainer") or {})
-    if processes and batch.prompts % processes:
-        yield Problem(
-            "data.prompts_per_iteration",
-            batch.prompts,
-            f"a multiple of {processes}, the number of processes (trainer.devices x trainer.num_nodes; "
-            "with Ray trainer.ray.workers)",
-        )
-    own_process = processes == 1 and get(config, "trainer.ray") is None
-    if processes and not own_process and str(get(config, "rollout._target_")).endswith("VLLMEngine"):
-        yield Problem("rollout", "vllm", "vllm_server or hf: vLLM inside of a training process runs with one process")
-    if processes and str(get(config, "rollout._target_")).endswith("VLLMServerEngine"):
-        requests = get(config, "rollout.requests_per_server")
-        if isinstance(requests, int) and requests < processes:
-            allowed = f"at least {processes}, one for each training process"
-            yield Problem("rollout.requests_per_server", requests, allowed)
-    longest = (get(config, "data.max_prompt_tokens") or 0) + (get(config, "rollout.max_new_tokens") or 0)
-    for name in ("micro_batch_tokens", "score_tokens"):
-        if getattr(update, name) < longest:
-            yield Problem(
-                f"module.update.{name}",
-                getattr(update, name),
-                f"at least {longest}, one longest sequence (data.max_prompt_tokens + rollout.max_new_tokens)",
-            )
-    critic, reference = get(config, "model.policy.critic"), get(config, "model.policy.reference")
-    if advantage.estimator == "gae" and critic == "none":
-        yield Problem(
-            "module.advantage.estimator", "gae", "set model.policy.critic=shared or separate: gae needs a critic"
-        )
-    if advantage.estimator != "gae" and critic in ("shared", "separate"):
-        allowed = f"set model.policy.critic=none: the estimator {advantage.estimator} has no use for a critic"
-        yield Problem("model.policy.critic", critic, allowed)
-    if advantage.estimator in ("grpo", "rloo") and batch.samples < 2:
-        needs = f"at least 2: {advantage.estimator} compares the answers to one prompt"
-        yield Problem("rollout.samples", batch.samples, needs)
-    if advantage.bootstrap_truncated and advantage.estimator != "gae":
-        yield Problem("module.advantage.bootstrap_truncated", True, "false, or the estimator gae with its critic")
-    unified = get(config, "module.alp") is not None and get(config, "module.alp.ratio", "unified") == "unified"
-    weights = get(config, "module.rollout_correction.rollout_is")
-    if unified and weights is not None:
-        yield Problem(
-            "module.rollout_correction.rollout_is",
-            weights,
-            "null with module.alp.ratio = unified: the ratio perturbed current / engine contains the correction, "
-            "weights on top would count the gap twice; module.alp.ratio=decoupled uses weights",
-        )
-    if settings.kl.coefficient > 0 and reference == "none":
-        yield Problem("module.kl.coefficient", settings.kl.coefficient, "0 without model.policy.reference")
-
-
 def files(config: Mapping[str, Any]) -> Iterator[Problem]:
     """Model and data paths that lead nowhere."""
     path = get(config, "model.source.path")
@@ -277,29 +210,6 @@ def files(config: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 # --- what is printed before work starts ------------------------------------------------------------------------------
-
-
-def batch_sizes_of(config: Mapping[str, Any]) -> BatchSizes | None:
-    """The batch arithmetic; ``None`` where a number is missing or no whole number (:func:`numbers` says so)."""
-    values = [get(config, key) for key in ("data.prompts_per_iteration", "rollout.samples", "iterations")]
-    settings = settings_of(config)
-    if settings is None or not all(isinstance(value, int) and value > 0 for value in values):
-        return None
-    prompts, samples, iterations = values
-    return BatchSizes(prompts, samples, iterations, settings.update.epochs, settings.update.minibatch_size)
-
-
-def settings_of(config: Mapping[str, Any]) -> PPOSettings | None:
-    """The module's settings, or ``None`` where a block is wrong (:func:`module_settings` says so)."""
-    try:
-        settings = PPOSettings()
-        for field in fields(PPOSettings):
-            values = get(config, f"module.{field.name}")
-            kind = type(getattr(settings, field.name))
-            settings = replace(settings, **{field.name: build(kind, f"module.{field.name}", values)})
-    except SettingError:
-        return None
-    return settings
 
 
 def warnings(config: Mapping[str, Any]) -> Iterator[str]:

@@ -1,0 +1,99 @@
+"""Values that are right alone and impossible together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lightning_rlhf.errors import Problem
+from lightning_rlhf.schema.batch_sizes import BatchSizes, batch_sizes_of, settings_of
+from lightning_rlhf.schema.keys import get
+from lightning_rlhf.schema.trainer import processes_of
+from lightning_rlhf.settings import PPOSettings
+
+
+def combinations(config: Mapping[str, Any]) -> Iterator[Problem]:
+    """All of them; those of numbers only once each number is right by itself."""
+    if get(config, "warmup._target_") == "lightning_rlhf.warmup.warm_up" and get(config, "warmup.lr") is None:
+        from lightning_rlhf.warmup import RATE_WANTED
+
+        yield Problem("warmup.lr", None, RATE_WANTED)
+    settings, batch = settings_of(config), batch_sizes_of(config)
+    if settings is None or batch is None:
+        return
+    yield from _sizes(config, settings, batch)
+    yield from _processes(config, batch)
+    yield from _estimator(config, settings, batch)
+    yield from _corrections(config)
+
+
+def _sizes(config: Mapping[str, Any], settings: PPOSettings, batch: BatchSizes) -> Iterator[Problem]:
+    """A minibatch fits into an iteration, the longest sequence into a micro-batch."""
+    update = settings.update
+    if update.minibatch_size > batch.sequences:
+        yield Problem(
+            "module.update.minibatch_size",
+            update.minibatch_size,
+            f"at most {batch.sequences}, the sequences of an iteration (data.prompts_per_iteration = {batch.prompts} x "
+            f"rollout.samples = {batch.samples})",
+        )
+    longest = (get(config, "data.max_prompt_tokens") or 0) + (get(config, "rollout.max_new_tokens") or 0)
+    for name in ("micro_batch_tokens", "score_tokens"):
+        if getattr(update, name) < longest:
+            yield Problem(
+                f"module.update.{name}",
+                getattr(update, name),
+                f"at least {longest}, one longest sequence (data.max_prompt_tokens + rollout.max_new_tokens)",
+            )
+
+
+def _processes(config: Mapping[str, Any], batch: BatchSizes) -> Iterator[Problem]:
+    """Prompts and engines can be shared out to the processes."""
+    processes, engine = processes_of(get(config, "trainer") or {}), str(get(config, "rollout._target_"))
+    if not processes:
+        return
+    if batch.prompts % processes:
+        yield Problem(
+            "data.prompts_per_iteration",
+            batch.prompts,
+            f"a multiple of {processes}, the number of processes (trainer.devices x trainer.num_nodes; "
+            "with Ray trainer.ray.workers)",
+        )
+    own_process = processes == 1 and get(config, "trainer.ray") is None
+    if not own_process and engine.endswith("VLLMEngine"):
+        yield Problem("rollout", "vllm", "vllm_server or hf: vLLM inside of a training process runs with one process")
+    requests = get(config, "rollout.requests_per_server")
+    if engine.endswith("VLLMServerEngine") and isinstance(requests, int) and requests < processes:
+        yield Problem("rollout.requests_per_server", requests, f"at least {processes}, one for each training process")
+
+
+def _estimator(config: Mapping[str, Any], settings: PPOSettings, batch: BatchSizes) -> Iterator[Problem]:
+    """The estimator of advantages has what it needs: a critic, several answers to a prompt; the KL a reference."""
+    advantage, critic = settings.advantage, get(config, "model.policy.critic")
+    if advantage.estimator == "gae" and critic == "none":
+        yield Problem(
+            "module.advantage.estimator", "gae", "set model.policy.critic=shared or separate: gae needs a critic"
+        )
+    if advantage.estimator != "gae" and critic in ("shared", "separate"):
+        allowed = f"set model.policy.critic=none: the estimator {advantage.estimator} has no use for a critic"
+        yield Problem("model.policy.critic", critic, allowed)
+    if advantage.estimator in ("grpo", "rloo") and batch.samples < 2:
+        needs = f"at least 2: {advantage.estimator} compares the answers to one prompt"
+        yield Problem("rollout.samples", batch.samples, needs)
+    if advantage.bootstrap_truncated and advantage.estimator != "gae":
+        yield Problem("module.advantage.bootstrap_truncated", True, "false, or the estimator gae with its critic")
+    if settings.kl.coefficient > 0 and get(config, "model.policy.reference") == "none":
+        yield Problem("module.kl.coefficient", settings.kl.coefficient, "0 without model.policy.reference")
+
+
+def _corrections(config: Mapping[str, Any]) -> Iterator[Problem]:
+    """The gap between engine and trainer is counted once."""
+    unified = get(config, "module.alp") is not None and get(config, "module.alp.ratio", "unified") == "unified"
+    weights = get(config, "module.rollout_correction.rollout_is")
+    if unified and weights is not None:
+        yield Problem(
+            "module.rollout_correction.rollout_is",
+            weights,
+            "null with module.alp.ratio = unified: the ratio perturbed current / engine contains the correction, "
+            "weights on top would count the gap twice; module.alp.ratio=decoupled uses weights",
+        )
