@@ -17,7 +17,7 @@ from lightning_rlhf.rewards import RewardBatch
 from tests.support import even_digits, fit, tiny_module
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def blocks(language: str, page: Path) -> list[str]:
