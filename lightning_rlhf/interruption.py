@@ -14,6 +14,8 @@ from typing import Any
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_rlhf.files import write_whole
+
 REQUEST = "stop_request"
 """In a run's output folder: who started several processes asks them to stop by writing a signal's number there."""
 REQUEST_VARIABLE = "LIGHTNING_RLHF_STOP_REQUEST"
@@ -152,7 +154,7 @@ class _PassedOn(Signals):
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if not self.received:
-            self._file.write_text(str(int(signum)), encoding="ascii")
+            write_whole(self._file, str(int(signum)))  # half of 15 would be 1, another signal
         super()._on_signal(signum, frame)
 
 

@@ -25,6 +25,7 @@ from lightning.pytorch.plugins.environments import (
 )
 
 from lightning_rlhf.ending import RunFailed, how_to_go_on, told
+from lightning_rlhf.files import write_whole
 from lightning_rlhf.interruption import REQUEST, REQUEST_VARIABLE, Interrupted, passed_on
 from lightning_rlhf.reporting.mlflow import end_as_failed
 from lightning_rlhf.schema import InputError
@@ -147,8 +148,7 @@ def start(config: Mapping[str, Any], processes: int) -> dict[str, float]:
 def hand_over(config: Mapping[str, Any]) -> Path:
     """Write the file that the processes of a run read."""
     file = Path(config["output_dir"]).absolute() / FILE
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(config, indent=1), encoding="utf-8")
+    write_whole(file, json.dumps(config, indent=1))
     return file
 
 
@@ -183,7 +183,7 @@ def main(file: str) -> int:
         print(f"process {os.environ['RANK']}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
         return 1
     if is_first():
-        Path(file).with_name(RESULT).write_text(json.dumps(metrics), encoding="utf-8")
+        write_whole(Path(file).with_name(RESULT), json.dumps(metrics))
     torch.distributed.destroy_process_group()
     return 0
 

@@ -15,6 +15,7 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
+from lightning_rlhf.files import ensure_line_end, write_whole
 from lightning_rlhf.schema import InputError
 
 STARTS = "starts.jsonl"
@@ -158,6 +159,7 @@ def note_start(folder: str | Path, record: Mapping[str, Any], config: Mapping[st
     numbered = {"start": number, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "cwd": os.getcwd()}
     path = Path(folder) / STARTS
     path.parent.mkdir(parents=True, exist_ok=True)
+    ensure_line_end(path)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(numbered | dict(record), ensure_ascii=False, default=str) + "\n")
     if config is not None:
@@ -167,4 +169,4 @@ def note_start(folder: str | Path, record: Mapping[str, Any], config: Mapping[st
         written.mkdir(parents=True, exist_ok=True)
         texts: dict[str, Any] = {"config.yaml": dict(config), "overrides.yaml": list(record.get("overrides", []))}
         for name, content in texts.items():
-            (written / name).write_text(OmegaConf.to_yaml(OmegaConf.create(content)), encoding="utf-8")
+            write_whole(written / name, OmegaConf.to_yaml(OmegaConf.create(content)))

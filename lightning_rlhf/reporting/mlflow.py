@@ -24,6 +24,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import OmegaConf
 
+from lightning_rlhf.files import write_whole
 from lightning_rlhf.metrics import names
 from lightning_rlhf.reporting.mlflow_run import (
     FOLDER,
@@ -246,8 +247,7 @@ class RLMLFlowLogger(MLFlowLogger):
     def log_text(self, text: str, artifact: str) -> None:
         """Record a text as artifact, for instance ``report.txt`` or ``folder/report.txt``."""
         path = self.run_dir / FOLDER / artifact
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        write_whole(path, text)  # an earlier one may be on its way at this moment
         self.log_file(path, os.path.dirname(artifact))
 
     @rank_zero_only

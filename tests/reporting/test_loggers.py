@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import sys
 import warnings
 from pathlib import Path
@@ -83,6 +84,53 @@ def test_a_csv_logger_that_goes_on_keeps_its_rows_and_warns_of_no_loss(tmp_path:
     assert [(row["step"], row["reward/mean"]) for row in rows(tmp_path)] == [("1", "0.5"), ("2", "1.0")]
     with pytest.warns(UserWarning, match="exists and is not empty"):
         _ = logger().experiment.metrics  # of one that does not go on it stays true
+
+
+def test_a_csv_file_is_never_without_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed while the file is written anew, when a run goes on or a column is new: what was written is there."""
+
+    def logger() -> RunCSVLogger:
+        return RunCSVLogger(str(tmp_path), name="metrics", version="")
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*_: object) -> None:
+        raise Killed
+
+    first = logger()
+    for step in (1, 2, 3):
+        first.log_metrics({"reward/mean": step / 2}, step)
+        first.save()
+    first.log_decisions([{"iteration": step, "reason": "größer"} for step in (1, 2, 3)])
+    monkeypatch.setattr(csv.DictWriter, "writerows", killed)
+    again = logger()
+    with pytest.raises(Killed):
+        again.log_start(2)
+    with pytest.raises(Killed):
+        first.log_metrics({"eval/reward_mean": 1.0}, 3)
+        first.save()
+    monkeypatch.undo()
+    assert [row["step"] for row in rows(tmp_path)] == ["1", "2", "3"]
+    assert sorted(path.name for path in (tmp_path / "metrics").iterdir()) == ["decisions.jsonl", "metrics.csv"]
+
+    with (tmp_path / "metrics" / "metrics.csv").open("a", encoding="utf-8") as file:
+        file.write("2.2")  # half of a row
+    with (tmp_path / "metrics" / "decisions.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"iterat')
+    again = logger()
+    again.log_start(2)
+    assert [row["step"] for row in rows(tmp_path)] == ["1", "2"]
+    again.log_decisions([{"iteration": 3, "reason": "anew"}])
+    again.log_metrics({"reward/mean": 5.0, "kl/ref": 0.5}, 3)
+    again.save()
+    assert [(row["step"], row["reward/mean"], row["kl/ref"]) for row in rows(tmp_path)] == [
+        ("1", "0.5", ""),
+        ("2", "1.0", ""),
+        ("3", "5.0", "0.5"),
+    ]
+    lines = (tmp_path / "metrics" / "decisions.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["reason"] for line in lines] == ["größer", "größer", "anew"]
 
 
 def test_two_loggers_by_name(compose: Any, tmp_path: Path, fresh_store: Path) -> None:
