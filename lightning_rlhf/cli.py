@@ -29,8 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb.
 
     Returns:
-        The exit code: 0, 2 for input that cannot work (said on one screen), 1 for any other failure, 130 after Ctrl-C
-        and 143 after SIGTERM.
+        The exit code: 0, 2 for input that cannot work (said on one screen), 1 for any other failure, 130 after Ctrl-C,
+        143 after SIGTERM and 129 after SIGHUP.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("help", "-h", "--help"):

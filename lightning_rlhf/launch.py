@@ -93,7 +93,8 @@ def start(config: Mapping[str, Any], processes: int) -> dict[str, float]:
 
     Raises:
         RunFailed: a process failed; it has said why.
-        Interrupted: SIGINT or SIGTERM; the processes have ended between two iterations, or at once after a second one.
+        Interrupted: SIGINT, SIGTERM or SIGHUP; the processes have ended between two iterations, or at once after a
+            second one.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -110,7 +111,7 @@ def start(config: Mapping[str, Any], processes: int) -> dict[str, float]:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         shutdown_timeout=10,  # for the others where one has failed, or after a second signal; then they are killed
-        signals_to_handle="SIGHUP,SIGQUIT",  # on others the agent would kill the processes after that time
+        signals_to_handle="SIGQUIT",  # on others the agent would kill the processes after that time
     )
     environment = {
         "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),

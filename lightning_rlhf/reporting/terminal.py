@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 FILE = "train.log"
@@ -18,6 +20,18 @@ def say(text: str) -> None:
     """Print, and write into ``train.log`` while :func:`run_log` is open."""
     print(text, flush=True)
     note(text)
+
+
+def let_go_of_closed_terminals() -> None:
+    """Lead standard output and errors to nowhere where their terminal is gone: every print would be an error."""
+    nowhere = os.stat(os.devnull).st_rdev
+    for descriptor in (1, 2):
+        with suppress(OSError):
+            there = os.fstat(descriptor)
+            if stat.S_ISCHR(there.st_mode) and there.st_rdev != nowhere and not os.isatty(descriptor):
+                file = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(file, descriptor)
+                os.close(file)
 
 
 def note(text: str) -> None:
