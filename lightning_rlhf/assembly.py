@@ -30,6 +30,7 @@ from lightning_rlhf.module import ActorCriticModule
 from lightning_rlhf.noise import quiet_loading
 from lightning_rlhf.reporting import blocks_of
 from lightning_rlhf.reporting.progress import ProgressLines
+from lightning_rlhf.run_folder import kept_elsewhere
 from lightning_rlhf.schema import NOT_HANDED_OVER, InputError
 from lightning_rlhf.warmup import WarmUp
 
@@ -176,12 +177,18 @@ def find_checkpoint(place: str) -> Path:
     path = Path(place).expanduser()
     if path.is_file() or is_sharded(path):
         return path
-    found = latest_valid(path / "checkpoints") or latest_valid(path)
+    found = newest_checkpoint(path) or latest_valid(path)
     if found is None:
         what = "holds no whole checkpoint: a run that ended before its first one has to be started anew"
         what = what if path.is_dir() else "does not exist"
         raise InputError(f"checkpoint = {place!r} {what}; allowed: a .ckpt or the output folder of a run")
     return found
+
+
+def newest_checkpoint(run: str | Path) -> Path | None:
+    """The newest whole checkpoint of the run in this folder, also where the run keeps them outside of it."""
+    elsewhere = kept_elsewhere(run)
+    return (latest_valid(elsewhere) if elsewhere else None) or latest_valid(Path(run) / "checkpoints")
 
 
 def load_checkpoint(place: str) -> tuple[Path, dict[str, Any]]:

@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_rlhf import __version__
@@ -278,19 +277,21 @@ def _options(
 @contextmanager
 def _told_without_servers(folder: str | None = None) -> Iterator[None]:
     """A run has failed, or no rollout server is left: say so, and how to go on, instead of a traceback."""
-    from lightning_rlhf.checkpoint import CheckpointError, latest_valid
+    from lightning_rlhf.assembly import newest_checkpoint
+    from lightning_rlhf.checkpoint import CheckpointError
     from lightning_rlhf.control import TrainingFailed
-    from lightning_rlhf.ending import RunFailed
+    from lightning_rlhf.ending import RunFailed, in_short
+    from lightning_rlhf.rewards import RewardError
     from lightning_rlhf.rollout.pool import ServersGone
 
     try:
         yield
-    except (TrainingFailed, CheckpointError, RunFailed) as error:
-        raise RunEnded("\n".join([f"FAILED: {error}", *getattr(error, "__notes__", [])])) from error
+    except (TrainingFailed, CheckpointError, RunFailed, RewardError) as error:
+        raise RunEnded(in_short(error)) from error
     except ServersGone as error:
         lines = [str(error)]
         if folder is not None:
-            found = latest_valid(Path(folder) / "checkpoints")
+            found = newest_checkpoint(folder)
             again = f"once there are servers again, resume={folder} goes on from {found.name}" if found else ""
             lines.append(again or "there is no checkpoint yet to go on from")
         raise RunEnded("\n".join(lines)) from error

@@ -161,6 +161,7 @@ def main(file: str) -> int:
     from lightning_rlhf.checkpoint_files import CheckpointError
     from lightning_rlhf.control import TrainingFailed
     from lightning_rlhf.noise import quiet
+    from lightning_rlhf.rewards import RewardError
     from lightning_rlhf.rollout.pool import ServersGone
     from lightning_rlhf.schema import check
     from lightning_rlhf.train import run
@@ -179,6 +180,9 @@ def main(file: str) -> int:
         metrics = {INTERRUPTED: stop.signum}
     except (ServersGone, TrainingFailed, CheckpointError) as error:
         print(f"process {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)
+        return 1
+    except RewardError as error:  # where in the user's code, and not all that was called to get there
+        print(f"process {os.environ['RANK']}: {error}\n{error.origin}", file=sys.stderr, flush=True)
         return 1
     except Exception:
         print(f"process {os.environ['RANK']}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)

@@ -146,6 +146,19 @@ def starts(folder: str | Path) -> list[dict[str, Any]]:
     return records
 
 
+def checkpoint_folder(config: Mapping[str, Any]) -> Path:
+    """Where a run's checkpoints are, whichever of the callbacks writes them."""
+    blocks = (config.get("callbacks") or {}).values()
+    places = [block["dirpath"] for block in blocks if isinstance(block, Mapping) and block.get("dirpath")]
+    return Path(places[0] if places else Path(config["output_dir"]) / "checkpoints").expanduser().absolute()
+
+
+def kept_elsewhere(folder: str | Path) -> Path | None:
+    """Where the newest start of a run keeps its checkpoints, if that is outside of the run's folder."""
+    recorded = [record.get("checkpoints") for record in starts(folder)][-1:]
+    return Path(recorded[0]) if recorded and recorded[0] else None
+
+
 def note_start(folder: str | Path, record: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> None:
     """Add a start to the list, with its number, the time and the folder of the command.
 
