@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from lightning_rlhf import __version__
+from lightning_rlhf import __version__, passwords
 from lightning_rlhf.errors import InputError, RunEnded
 from lightning_rlhf.help import help_text
 from lightning_rlhf.noise import log_once, quiet, quiet_libraries
@@ -167,6 +167,8 @@ def _refuse_words(arguments: list[str]) -> None:
     before = ""
     for word in arguments:
         flag = word.partition("=")[0]
+        if passwords.IN_ADDRESS.search(word):  # before Hydra saves what was typed
+            raise InputError(f"{passwords.hidden(word)} is not allowed: {passwords.refused(flag)}")
         if word.startswith("-") and flag not in FLAGS:
             from lightning_rlhf.shipped import shipped_keys
             from lightning_rlhf.spelling import hint

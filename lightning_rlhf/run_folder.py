@@ -15,6 +15,7 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
+from lightning_rlhf import passwords
 from lightning_rlhf.files import ensure_line_end, write_whole
 from lightning_rlhf.schema import InputError
 
@@ -52,6 +53,9 @@ class ClaimFolder(Callback):
     def on_run_start(self, config: DictConfig, **options: Any) -> None:
         """Before the folder of one run is made."""
         _claim_key(config, "run")
+        if any(passwords.keys_with(OmegaConf.to_container(config, resolve=False))):  # type: ignore[arg-type]
+            with read_write(config.hydra), open_dict(config.hydra):
+                config.hydra.output_subdir = None  # the run is refused; Hydra would save the password before that
 
     def on_multirun_start(self, config: DictConfig, **options: Any) -> None:
         """Before the folder of a sweep is made."""
