@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +34,8 @@ from lightning_rlhf.reporting.progress import ProgressLines
 from lightning_rlhf.run_folder import kept_elsewhere
 from lightning_rlhf.schema import NOT_HANDED_OVER, InputError
 from lightning_rlhf.warmup import WarmUp
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -96,7 +99,12 @@ def open_source(block: Mapping[str, Any]) -> tuple[Callable[[], LoadedModel], Pr
     """How the model is loaded, and its tokenizer, which comes first where the weights are not made together with it."""
     if locate(block["_target_"]) is load_pretrained:
         tokenizer = load_tokenizer(**{name: value for name, value in block.items() if name != "_target_"})
-        return lambda: make(block, tokenizer=tokenizer), tokenizer
+
+        def load() -> LoadedModel:
+            log.info("loading the weights of %s", block["path"])
+            return make(block, tokenizer=tokenizer)
+
+        return load, tokenizer
     loaded = make(block)
     return lambda: loaded, loaded.tokenizer
 

@@ -38,6 +38,7 @@ def evaluate_checkpoint(checkpoint: str, overrides: Sequence[str] = ()) -> dict[
     if not len(getattr(parts.datamodule, "validation_prompts", [None])):  # a data module of one's own may not have it
         raise schema.InputError(NOTHING_HELD_OUT)
     parts.module.load_state_dict({k: v for k, v in saved["state_dict"].items() if not k.startswith("reference.")})
+    print("evaluating the held-out prompts", flush=True)
     with closing(parts.module.engine):
         trainer = make_trainer(plain, train=False)
         results = next(iter(trainer.validate(parts.module, datamodule=parts.datamodule, verbose=False)), {})

@@ -25,7 +25,8 @@ from lightning_rlhf.recompose import (
     resolved,
     value_of,
 )
-from lightning_rlhf.reporting import tracked
+from lightning_rlhf.reporting import blocks_of, tracked
+from lightning_rlhf.reporting.loggers import MLFLOW
 from lightning_rlhf.run_folder import kept_elsewhere, quoted, starts
 from lightning_rlhf.schema import InputError, flatten, get
 from lightning_rlhf.shipped import train_file
@@ -123,10 +124,14 @@ class Resumption:
         schedule = get(self.config, "module.optimizer.schedule")
         if "iterations" in self.changes and schedule not in (None, "constant"):
             end = self.config["iterations"]
-            yield f"the {schedule} schedule of learning rates now ends at iteration {end}; rates follow it from here on"
+            yield f"the {schedule} schedule of learning rates now ends at iteration {end};"
+            yield "  rates follow it from here on"
         if self.branch:
             why = "; ".join(self.branch)
-            yield f"a branch, for {why}: its files go to {folder}, and its tracked run is a child of the run's"
+            yield f"a branch, for {why}: its files go to"
+            yield f"  {folder}"
+            if any(block.get("_target_") == MLFLOW for block in blocks_of(self.config.get("logger")).values()):
+                yield "and its MLflow run is a child of the run's"
             yield "(branch=false goes on in the run itself, and sets its later checkpoints aside)"
 
     def record(self) -> dict[str, Any]:

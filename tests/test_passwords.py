@@ -102,6 +102,7 @@ def test_from_the_environment_it_arrives_and_is_written_nowhere(
             assert not logger.flush()
             assert set(shown) == {expected}
             logger.log_failure(RuntimeError("x"))
+            logger.flush()  # no attempt of its own is under way when the server ends
             lines = [logger.ui_command, *logger.closing_lines()]
             assert logger.ui_command == f"http://{place}" and "heim" not in "".join(lines) + caplog.text
     finally:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -100,6 +101,10 @@ class RunCSVLogger(CSVLogger):
         with self._decisions.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
+    def closing_lines(self) -> list[str]:
+        """Where the numbers are."""
+        return [f"metrics of all iterations:\n  {Path(self.log_dir).absolute() / 'metrics.csv'}"]
+
     @property
     def _decisions(self) -> Path:
         return Path(self.log_dir) / "decisions.jsonl"
@@ -164,6 +169,10 @@ class RunTensorBoardLogger(TensorBoardLogger):
             super().__init__(save_dir, **options)
         except ModuleNotFoundError as error:
             raise ImportError(f'needs TensorBoard: pip install "lightning-rlhf[tensorboard]" ({error})') from error
+
+    def closing_lines(self) -> list[str]:
+        """The command that shows the run in a browser."""
+        return [f"to look at it:\n  tensorboard --logdir {shlex.quote(str(Path(self.log_dir).absolute()))}"]
 
     @rank_zero_only
     def log_start(self, iteration: int) -> None:

@@ -287,7 +287,11 @@ class RLMLFlowLogger(MLFlowLogger):
 
     def closing_lines(self) -> list[str]:
         """Where the record is."""
-        return [f"MLflow run {self.run_id} in {self.run.record.tracking_uri}", f"to look at it: {self.ui_command}"]
+        return [
+            f"MLflow run {self.run_id}",
+            f"  in {self.run.record.tracking_uri}",
+            f"to look at it:\n  {self.ui_command}",
+        ]
 
     @rank_zero_only
     def log_checkpoints(self, paths: list[str], *, latest: str, best: str = "") -> None:

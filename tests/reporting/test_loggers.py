@@ -35,7 +35,9 @@ def rows(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_csv_and_tensorboard_of_a_run_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_csv_and_tensorboard_of_a_run_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     """Both have every hyper-parameter and the same numbers for the same iterations, before and after."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -44,6 +46,9 @@ def test_csv_and_tensorboard_of_a_run_that_goes_on(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(sys, "path", list(sys.path))
     words = [*TINY, "logger=[csv,tensorboard]", "hydra.run.dir=run", "callbacks.checkpoint.every_n_iterations=1"]
     assert cli.main(["train", *words, "iterations=3", "callbacks.checkpoint.keep=null"]) == 0
+    said = capsys.readouterr().out
+    assert f"\n  {tmp_path}/run/metrics/metrics.csv\n" in said
+    assert f"to look at it:\n  tensorboard --logdir {tmp_path}/run/tensorboard\n" in said
     first = rows(tmp_path / "run")
     again = ["resume=run/checkpoints/iteration_000002.ckpt", "hydra.run.dir=run", "branch=false"]
     assert cli.main(["train", *again, "iterations=4"]) == 0
