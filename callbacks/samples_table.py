@@ -11,6 +11,7 @@ from lightning import Trainer
 from lightning_rlhf.callbacks.base import RLHFCallback
 from lightning_rlhf.events import ExperienceStats
 from lightning_rlhf.experience import Experience, Finish
+from lightning_rlhf.files import write_whole
 from lightning_rlhf.module import ActorCriticModule
 
 
@@ -38,8 +39,7 @@ class SamplesTable(RLHFCallback):
             return
         rows = samples(experience, self.rows)
         path = Path(trainer.default_root_dir) / "samples" / f"iteration_{stats.iteration:06d}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         for logger in trainer.loggers:
             log_samples = getattr(logger, "log_samples", None)
             if log_samples is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -29,9 +30,12 @@ from lightning_rlhf.module import ActorCriticModule
 from lightning_rlhf.quiet import quiet_loading
 from lightning_rlhf.reporting import blocks_of
 from lightning_rlhf.reporting.progress import ProgressLines
+from lightning_rlhf.runs.folder import kept_elsewhere
 from lightning_rlhf.schema import NOT_HANDED_OVER, InputError
 from lightning_rlhf.schema.locate import locate
 from lightning_rlhf.warmup import WarmUp
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -95,7 +99,12 @@ def open_source(block: Mapping[str, Any]) -> tuple[Callable[[], LoadedModel], Pr
     """How the model is loaded, and its tokenizer, which comes first where the weights are not made together with it."""
     if locate(block["_target_"]) is load_pretrained:
         tokenizer = load_tokenizer(**{name: value for name, value in block.items() if name != "_target_"})
-        return lambda: make(block, tokenizer=tokenizer), tokenizer
+
+        def load() -> LoadedModel:
+            log.info("loading the weights of %s", block["path"])
+            return make(block, tokenizer=tokenizer)
+
+        return load, tokenizer
     loaded = make(block)
     return lambda: loaded, loaded.tokenizer
 
@@ -176,12 +185,18 @@ def find_checkpoint(place: str) -> Path:
     path = Path(place).expanduser()
     if path.is_file() or is_sharded(path):
         return path
-    found = latest_valid(path / "checkpoints") or latest_valid(path)
+    found = newest_checkpoint(path) or latest_valid(path)
     if found is None:
         what = "holds no whole checkpoint: a run that ended before its first one has to be started anew"
         what = what if path.is_dir() else "does not exist"
         raise InputError(f"checkpoint = {place!r} {what}; allowed: a .ckpt or the output folder of a run")
     return found
+
+
+def newest_checkpoint(run: str | Path) -> Path | None:
+    """The newest whole checkpoint of the run in this folder, also where the run keeps them outside of it."""
+    elsewhere = kept_elsewhere(run)
+    return (latest_valid(elsewhere) if elsewhere else None) or latest_valid(Path(run) / "checkpoints")
 
 
 def load_checkpoint(place: str) -> tuple[Path, dict[str, Any]]:

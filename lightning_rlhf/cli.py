@@ -9,10 +9,9 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_rlhf import __version__
+from lightning_rlhf import __version__, passwords
 from lightning_rlhf.errors import InputError, RunEnded
 from lightning_rlhf.help import help_text
 from lightning_rlhf.quiet import log_once, quiet, quiet_libraries
@@ -29,8 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb.
 
     Returns:
-        The exit code: 0, 2 for input that cannot work (said on one screen), 1 for any other failure, 130 after Ctrl-C
-        and 143 after SIGTERM.
+        The exit code: 0, 2 for input that cannot work (said on one screen), 1 for any other failure, 130 after Ctrl-C,
+        143 after SIGTERM and 129 after SIGHUP.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("help", "-h", "--help"):
@@ -168,6 +167,8 @@ def _refuse_words(arguments: list[str]) -> None:
     before = ""
     for word in arguments:
         flag = word.partition("=")[0]
+        if passwords.IN_ADDRESS.search(word):  # before Hydra saves what was typed
+            raise InputError(f"{passwords.hidden(word)} is not allowed: {passwords.refused(flag)}")
         if word.startswith("-") and flag not in FLAGS:
             from lightning_rlhf.schema.shipped import shipped_keys
             from lightning_rlhf.schema.spelling import hint
@@ -278,19 +279,21 @@ def _options(
 @contextmanager
 def _told_without_servers(folder: str | None = None) -> Iterator[None]:
     """A run has failed, or no rollout server is left: say so, and how to go on, instead of a traceback."""
-    from lightning_rlhf.checkpoint import CheckpointError, latest_valid
+    from lightning_rlhf.assembly import newest_checkpoint
+    from lightning_rlhf.checkpoint import CheckpointError
     from lightning_rlhf.control import TrainingFailed
+    from lightning_rlhf.rewards import RewardError
     from lightning_rlhf.rollout.pool import ServersGone
-    from lightning_rlhf.runs.ending import RunFailed
+    from lightning_rlhf.runs.ending import RunFailed, in_short
 
     try:
         yield
-    except (TrainingFailed, CheckpointError, RunFailed) as error:
-        raise RunEnded("\n".join([f"FAILED: {error}", *getattr(error, "__notes__", [])])) from error
+    except (TrainingFailed, CheckpointError, RunFailed, RewardError) as error:
+        raise RunEnded(in_short(error)) from error
     except ServersGone as error:
         lines = [str(error)]
         if folder is not None:
-            found = latest_valid(Path(folder) / "checkpoints")
+            found = newest_checkpoint(folder)
             again = f"once there are servers again, resume={folder} goes on from {found.name}" if found else ""
             lines.append(again or "there is no checkpoint yet to go on from")
         raise RunEnded("\n".join(lines)) from error

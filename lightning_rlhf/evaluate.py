@@ -23,7 +23,7 @@ def evaluate_checkpoint(checkpoint: str, overrides: Sequence[str] = ()) -> dict[
             too (``reward=math``).
 
     Raises:
-        InputError: no such checkpoint, or an override that cannot work.
+        InputError: no such checkpoint, an override that cannot work, or no held-out prompt.
     """
     for text in overrides:  # Hydra's parser has no words for this
         if not text.partition("=")[1]:
@@ -35,16 +35,27 @@ def evaluate_checkpoint(checkpoint: str, overrides: Sequence[str] = ()) -> dict[
     for each in replaced:
         print(f"note: {each}")
     parts = assemble(without_reference(plain), warm_up=False)
+    if not len(getattr(parts.datamodule, "validation_prompts", [None])):  # a data module of one's own may not have it
+        raise schema.InputError(NOTHING_HELD_OUT)
     parts.module.load_state_dict({k: v for k, v in saved["state_dict"].items() if not k.startswith("reference.")})
+    print("evaluating the held-out prompts", flush=True)
     with closing(parts.module.engine):
         trainer = make_trainer(plain, train=False)
-        [results] = trainer.validate(parts.module, datamodule=parts.datamodule, verbose=False)
+        results = next(iter(trainer.validate(parts.module, datamodule=parts.datamodule, verbose=False)), {})
+    if not results:
+        raise schema.InputError(NOTHING_HELD_OUT)
     metrics = {name: float(value) for name, value in results.items()}
     print(f"{path}: held-out prompts")
     width = max(len(name) for name in metrics)
     for name, value in metrics.items():
         print(f"  {name:<{width}}  {value:.4g}")
     return metrics
+
+
+NOTHING_HELD_OUT = (
+    "data.validation = null: the run holds no prompt out, so eval has nothing to score. Say which ones: "
+    "data.validation=FILE (a JSONL or Parquet file), or the block of a source, data.validation={_target_: ...}"
+)
 
 
 def without_reference(config: dict[str, Any]) -> dict[str, Any]:

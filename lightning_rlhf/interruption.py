@@ -1,9 +1,11 @@
-"""SIGINT (Ctrl-C) and SIGTERM: the first one ends a run between two iterations, the second one at once."""
+"""SIGINT (Ctrl-C), SIGTERM and SIGHUP (the terminal was closed): the first ends a run between two iterations, a second
+one at once."""
 
 from __future__ import annotations
 
 import os
 import signal
+import stat
 import sys
 import threading
 from collections.abc import Iterator
@@ -14,13 +16,15 @@ from typing import Any
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_rlhf.files import write_whole
+
 REQUEST = "stop_request"
 """In a run's output folder: who started several processes asks them to stop by writing a signal's number there."""
 REQUEST_VARIABLE = "LIGHTNING_RLHF_STOP_REQUEST"
 """Of the environment: names that file to the processes that were started."""
 
 _POLL_SECONDS = 0.5
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(SIGTERMException):
@@ -41,10 +45,11 @@ class Interrupted(SIGTERMException):
 
 
 class Signals:
-    """What the two signals do while the context lasts.
+    """What these signals do while the context lasts.
 
     A signal raises :class:`Interrupted` where it finds the main thread, unless :meth:`hold` said that something must be
-    finished first: then it is noted in :attr:`received`, and who held it raises later. A second one is never held.
+    finished first: then it is noted in :attr:`received`, and who held it raises later. A second one is never held,
+    but SIGHUP behind another one is nothing new: a terminal that closes may send it more than once.
     A signal that was ignored before (``nohup``, jobs in the background) stays ignored. Outside the main thread nothing
     is installed; requests by file still arrive.
 
@@ -85,7 +90,7 @@ class Signals:
                 signal.signal(number, self._on_signal)
 
     def hold(self, said: str) -> None:
-        """From here on something is finished first; ``said`` is what the user reads at once."""
+        """From here on something is finished first; ``said`` is what the user reads at once, and how to end it."""
         self._held = said
 
     def release(self) -> None:
@@ -93,6 +98,10 @@ class Signals:
         self._held = None
 
     def _on_signal(self, signum: int, _: FrameType | None) -> None:
+        if signum == signal.SIGHUP:
+            _let_go_of_closed_terminals()
+            if self.received:
+                return
         if self.received:
             for number in self._former:  # a third one ends the process the hard way
                 signal.signal(number, signal.SIG_DFL)
@@ -101,13 +110,13 @@ class Signals:
         if self._held is None:
             raise Interrupted(signum)
         if os.environ.get("RANK", "0") == "0":  # one of several processes speaks
-            say(self._held)
+            say(self._held if REQUEST_VARIABLE in os.environ else f"{self._held}; {again(signum)} to stop now")
 
     def _watch(self, request: Path) -> None:
         while not self._ended.wait(_POLL_SECONDS):
             signum = read_request(request)
             if signum and not self.received:
-                if self._former:
+                if signum in self._former:
                     os.kill(os.getpid(), signum)  # Python runs the handler in the main thread
                 else:
                     self.received = signum
@@ -120,6 +129,11 @@ _active: list[Signals] = []
 def signals() -> Signals:
     """The innermost context in force; outside of any, one that never receives a signal."""
     return _active[-1] if _active else Signals()
+
+
+def again(signum: int) -> str:
+    """What a user does who does not want to wait: the signal once more, by what sent it."""
+    return "press Ctrl-C again" if signum == signal.SIGINT else f"kill {os.getpid()}"
 
 
 def say(text: str) -> None:
@@ -137,7 +151,7 @@ def passed_on(folder: Path) -> Iterator[Signals]:
     request = folder / REQUEST
     request.unlink(missing_ok=True)
     own = _PassedOn(request)
-    own.hold("stopping between two iterations; press Ctrl-C again to stop now")
+    own.hold("stopping between two iterations")
     try:
         with own:
             yield own
@@ -152,7 +166,7 @@ class _PassedOn(Signals):
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if not self.received:
-            self._file.write_text(str(int(signum)), encoding="ascii")
+            write_whole(self._file, str(int(signum)))  # half of 15 would be 1, another signal
         super()._on_signal(signum, frame)
 
 
@@ -163,3 +177,15 @@ def read_request(file: Path) -> int:
     except OSError:
         return 0
     return int(text) if text.isdigit() else 0
+
+
+def _let_go_of_closed_terminals() -> None:
+    """Lead standard output and errors to nowhere where their terminal is gone: every print would be an error."""
+    nowhere = os.stat(os.devnull).st_rdev
+    for descriptor in (1, 2):
+        with suppress(OSError):
+            there = os.fstat(descriptor)
+            if stat.S_ISCHR(there.st_mode) and there.st_rdev != nowhere and not os.isatty(descriptor):
+                file = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(file, descriptor)
+                os.close(file)

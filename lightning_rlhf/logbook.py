@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -31,6 +33,12 @@ STABILITY_COUNTS = {
 }
 """Cumulative counts of ``module.control`` and the metric each is logged as."""
 
+SAID = 3
+"""Decisions of one kind that a start of a run says."""
+ALWAYS_SAID = ("rollback", "stop_training")
+NUMBERS = re.compile(r"\b(?:\d[\d.]*(?:e[-+]?\d+)?|nan|inf)\b")
+"""What differs between two reasons of one kind."""
+
 
 class Logbook:
     """Takes times, adds up what the run has seen, and logs each iteration once."""
@@ -42,6 +50,7 @@ class Logbook:
         self._times: dict[str, float] = {}
         self._start = 0.0
         self._shown: set[str] = set()
+        self._said: Counter[tuple[str, str]] = Counter()
 
     def begin_iteration(self) -> None:
         """Start the clock of an iteration."""
@@ -114,11 +123,29 @@ class Logbook:
         return numbers | {"clock/iteration": control.iteration, "clock/update": control.update}
 
     def _write_decisions(self) -> None:
-        """Say every decision of this iteration with its reason, and hand it to loggers that keep such a list."""
+        """Say the decisions of this iteration with their reasons, and hand all to loggers that keep such a list.
+
+        What is decided again and again is how a run is steered, no news: of each kind (the verb and its reason,
+        whatever the numbers in it) the first :data:`SAID` are said. What ends or undoes something is always said.
+        """
         rows = [asdict(decision) for decision in self.module.control.decisions]
+        listed = [logger for logger in self.module.loggers if hasattr(logger, "log_decisions")]
         for row in rows:
-            rank_zero_info("iteration %(iteration)d: %(verb)s: %(reason)s", row)
-        for logger in self.module.loggers:
-            log_decisions = getattr(logger, "log_decisions", None)
-            if rows and log_decisions is not None:
-                log_decisions(rows)
+            kind = (row["verb"], NUMBERS.sub("#", row["reason"]))
+            self._said[kind] += 1
+            if row["verb"] in ALWAYS_SAID or self._said[kind] < SAID:
+                rank_zero_info("iteration %(iteration)d: %(verb)s: %(reason)s", row)
+            elif self._said[kind] == SAID:
+                rank_zero_info(
+                    "iteration %(iteration)d: %(verb)s: %(reason)s\n%(more)s",
+                    row | {"more": _more(row["verb"], bool(listed))},
+                )
+        for logger in listed if rows else []:
+            logger.log_decisions(rows)
+
+
+def _more(verb: str, listed: bool) -> str:
+    """Where decisions are that are said no more."""
+    places = [f"counted in stability/{STABILITY_COUNTS[verb]}"] if verb in STABILITY_COUNTS else []
+    places += ["listed in decisions.jsonl"] if listed else []
+    return "  more of this kind are not printed" + (f", but {' and '.join(places)}" if places else "")

@@ -16,6 +16,9 @@ LOG_MESSAGES = (
     "💡 Tip:",
     # What is loaded is loaded with weights_only=True; this is about the checkpoint hooks of a fit without a checkpoint.
     "`weights_only` was not set",
+    # Said before, with the iteration.
+    "Restoring states from the checkpoint path at",
+    "Restored all states from the checkpoint at",
     # The whole run is one epoch; `iterations` is its length.
     "`Trainer.fit` stopped: `max_epochs=1` reached",
 )

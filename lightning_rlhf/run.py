@@ -31,7 +31,7 @@ def run(plain: dict[str, Any]) -> dict[str, float]:
 
     Raises:
         InputError: a part cannot be built as configured.
-        Interrupted: SIGINT or SIGTERM; a checkpoint was written if anything was trained.
+        Interrupted: SIGINT, SIGTERM or SIGHUP; a checkpoint was written if anything was trained.
         TrainingFailed: a callback has found the run to be broken.
     """
     with Signals(), run_log(plain["output_dir"], first=is_first()), told(plain, speaks=is_first()):

@@ -10,8 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_rlhf import schema
-from lightning_rlhf.assembly import building
-from lightning_rlhf.checkpoint import latest_valid
+from lightning_rlhf.assembly import building, newest_checkpoint
 from lightning_rlhf.distributed import launch
 from lightning_rlhf.distributed.processes import is_first
 from lightning_rlhf.reporting.terminal import run_log, say
@@ -73,7 +72,7 @@ def _planned(config: DictConfig, composition: Composition | None) -> Resumption 
                 "resume = 'latest' is not allowed in a folder that is new at every start: give the run a folder, "
                 "hydra.run.dir=FOLDER (hydra.sweep.dir=FOLDER for a sweep), or name the run, resume=FOLDER"
             )
-        found = None if folder is None else latest_valid(Path(folder) / "checkpoints")
+        found = None if folder is None else newest_checkpoint(folder)
         if found is None:
             return None
         config = OmegaConf.merge(config, {"resume": str(found)})  # type: ignore[assignment]
@@ -86,10 +85,17 @@ def _begin(plain: dict[str, Any], resumption: Resumption | None, composition: Co
     """The folder is this run's alone, and the start is noted there."""
     folder = Path(plain["output_dir"])
     locks.enter_context(run_folder.locked(folder))
+    checkpoints = run_folder.checkpoint_folder(plain)
+    elsewhere = {} if checkpoints.is_relative_to(folder.absolute()) else {"checkpoints": str(checkpoints)}
     if resumption is None:
         run_folder.refuse_a_second_run(folder, schema.get(plain, "callbacks.checkpoint.dirpath"))
-        run_folder.note_start(folder, {"typed": list(composition.overrides), **composition.plain()})
+        run_folder.note_start(folder, {"typed": list(composition.overrides), **composition.plain(), **elsewhere})
         return
+    if resumption.branch and elsewhere and checkpoints == resumption.checkpoint.absolute().parent:
+        raise schema.InputError(
+            f"callbacks.checkpoint.dirpath = {str(checkpoints)!r} is where the run keeps its checkpoints, and a branch "
+            "would set them aside: give it a folder of its own, callbacks.checkpoint.dirpath=FOLDER"
+        )
     if resumption.run is not None and not resumption.branch and resumption.run != folder.absolute():
         locks.enter_context(run_folder.locked(resumption.run))
-    run_folder.note_start(folder, resumption.record(), plain)
+    run_folder.note_start(folder, resumption.record() | elsewhere, plain)

@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -109,7 +110,7 @@ def warm_up(
     path = cache_folder(cache_dir) / f"warmup-{cache_key(loaded.lm, rows, settings)}.safetensors"
     found = _load(loaded.lm, path)
     if found is not None:
-        log.info("warm-up: %d steps, loss %.3f (cached in %s)", found.steps, found.loss, path)
+        log.info("warm-up: %d steps, loss %.3f, cached in\n  %s", found.steps, found.loss, path)
         return found
     with in_float32(loaded.lm):
         limits: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "lr": lr, "target": target, "seed": seed}
@@ -118,7 +119,7 @@ def warm_up(
         dtype = str(loaded.lm.dtype).removeprefix("torch.")
         raise ValueError(f"warmup.lr = {lr}: after {taken} steps {broken} holds NaN or infinite weights in {dtype}")
     _save(loaded.lm, path, taken, loss)
-    log.info("warm-up: %d steps, loss %.3f (kept in %s)", taken, loss, path)
+    log.info("warm-up: %d steps, loss %.3f, kept in\n  %s", taken, loss, path)
     return WarmUp(taken, loss, cached=False, path=path)
 
 
@@ -143,11 +144,11 @@ def encode(prompts: Sequence[Prompt], loaded: LoadedModel, answer_field: str) ->
 
 
 def announcement(settings: Mapping[str, Any]) -> str:
-    """One line that cannot be overlooked: what is about to be trained before PPO, and how to leave it out."""
+    """Lines that cannot be overlooked: what is about to be trained before PPO, and how to leave it out."""
     given = {name: settings.get(name, "?") for name in ("steps", "batch_size", "lr")}
     return (
-        f"SUPERVISED WARM-UP BEFORE PPO: up to {given['steps']} steps of {given['batch_size']} rows at learning rate "
-        f"{given['lr']} on the answers of the training rows (warmup=none leaves it out)"
+        f"SUPERVISED WARM-UP BEFORE PPO (warmup=none leaves it out): up to {given['steps']} steps\n"
+        f"  of {given['batch_size']} rows at learning rate {given['lr']} on the answers of the training rows"
     )
 
 
@@ -195,6 +196,8 @@ def fit(
         optimizer.zero_grad(set_to_none=True)
         loss = loss_tensor.item()
         step += 1
+        if step % math.ceil(steps / 10) == 0 and not sys.stdout.isatty():  # a log that is silent for long looks dead
+            log.info("warm-up: step %d of at most %d, loss %.3f", step, steps, loss)
         if not math.isfinite(loss):
             lm.train(training)
             raise ValueError(f"warmup.lr = {lr}: the loss of step {step} is {loss}; a smaller rate, or other answers")

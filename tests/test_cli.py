@@ -18,7 +18,6 @@ from omegaconf import OmegaConf
 from lightning_rlhf import __version__, cli
 from lightning_rlhf.help import help_text
 from lightning_rlhf.models import build_tiny
-from lightning_rlhf.rewards import RewardError
 from lightning_rlhf.schema.shipped import groups, shipped_keys
 
 TINY_MODEL = ["model.source.hidden_size=32", "model.source.layers=1", "model.source.heads=2"]
@@ -337,15 +336,28 @@ def test_full_traceback_on_request(run_tiny, capsys, monkeypatch):
     assert os.environ["HYDRA_FULL_ERROR"] == "1"
 
 
-def test_a_failure_in_training_is_no_bad_input(elsewhere, run_tiny):
-    (elsewhere / "broken_reward.py").write_text("def reward(batch):\n    return [1 / 0]\n", encoding="utf-8")
-    said = r"reward term 'broken': ZeroDivisionError: .*ArithmeticTask.*response"
-    with pytest.raises(RewardError, match=said) as caught:
-        run_tiny("+reward.terms.broken.reward._target_=broken_reward.reward")
+def test_a_failure_of_a_reward_is_no_bad_input_and_one_screen_with_its_own_lines(
+    elsewhere, run_tiny, capsys, monkeypatch
+):
+    """Term, row, response, the lines of the user's code, and what to do; none of the calls of Lightning."""
+    code = "def ratio(text):\n    return len(text) / 0\n\n\ndef reward(batch):\n    return [ratio('a')]\n"
+    (elsewhere / "broken_reward.py").write_text(code, encoding="utf-8")
+    broken = "+reward.terms.broken.reward._target_=broken_reward.reward"
+    assert run_tiny(broken) == 1
+    error = capsys.readouterr().err
+    shown = error[error.index("FAILED: ") :]
+    assert one_screen(shown) and "Traceback" not in error and "lightning/pytorch" not in error
+    assert re.search(r"reward term 'broken': ZeroDivisionError: .*ArithmeticTask.*response", shown)
+    calls = re.findall(r"broken_reward\.py\", line (\d), in (\w+)", shown)
+    assert calls == [("6", "reward"), ("2", "ratio")]
+    assert "return len(text) / 0" in shown and "(full traceback: HYDRA_FULL_ERROR=1)" in shown
     if sys.version_info >= (3, 11):
-        assert "the run has FAILED" in caught.value.__notes__[0]
+        assert "the run has FAILED\noutput folder: " in shown
     log = (elsewhere / "run" / "train.log").read_text(encoding="utf-8")
     assert "ZeroDivisionError: division by zero" in log and log.count("the run has FAILED") == 1
+    assert "Traceback" in log, "the log has all"
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    assert run_tiny(broken, "hydra.run.dir=again") == 1 and "Traceback" in capsys.readouterr().err
 
 
 def test_a_run_whose_gradients_stay_broken_has_failed(elsewhere, run_tiny, capsys):

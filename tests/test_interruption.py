@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
 import shlex
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -85,6 +89,12 @@ def waits(event: str, iteration: int, until: str = "noted") -> str:
     return f"+callbacks.waits={{_target_: mine.Waits, event: {event}, iteration: {iteration}, until: {until}}}"
 
 
+def ignore_nothing() -> None:
+    """A shell lets its background jobs ignore SIGINT, nohup SIGHUP, and those of a test, too."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 class Command:
     """A command in a process of its own, in a folder; its output goes to files."""
 
@@ -100,8 +110,7 @@ class Command:
                 stdout=out,
                 stderr=err,
                 env=environment | {"OMP_NUM_THREADS": "1"},
-                # A shell lets its background jobs ignore SIGINT, and those of a test, too.
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+                preexec_fn=ignore_nothing,
             )
 
     def wait_for(self, there: Callable[[], bool]) -> None:
@@ -189,17 +198,52 @@ def test_a_signal_in_the_update_finishes_the_iteration_and_a_second_one_does_not
     once.reached()
     once.send(signal.SIGTERM)
     assert once.end() == 143, once.said
-    assert "finishing iteration 3; press Ctrl-C again to stop now" in once.said
+    assert f"finishing iteration 3; kill {once.process.pid} to stop now" in once.said
     assert kept(folder / "run" / "checkpoints") == [1, 3]
 
     twice = train(folder, "warmup=none", "logger=none", "hydra.run.dir=twice", waits("update", 3, "for ever"))
     twice.reached()
     twice.send(signal.SIGINT)
-    twice.wait_for(lambda: "finishing iteration 3" in twice.said)
+    twice.wait_for(lambda: "finishing iteration 3; press Ctrl-C again to stop now" in twice.said)
     twice.send(signal.SIGINT)
     assert twice.end() == 130, twice.said
     assert kept(folder / "twice" / "checkpoints") == [1]
     assert "newest checkpoint: " in twice.said and "iteration_000001.ckpt" in twice.said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_whose_terminal_is_closed_stops_as_at_a_signal(folder: Path, processes: int) -> None:
+    """Its output is gone, which ended it with a traceback before, or at once: the log has all, MLflow knows."""
+    own, other = pty.openpty()
+    words = [str(BIN / "lightning-rlhf"), "train", "hydra.run.dir=run", "iterations=5", *TINY, "warmup=none"]
+    words += [waits("update", 3)] + (["trainer=ddp", "trainer.devices=2"] if processes == 2 else [])
+
+    def in_the_terminal() -> None:
+        ignore_nothing()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    run = subprocess.Popen(
+        words, cwd=folder, stdin=other, stdout=other, stderr=other, start_new_session=True, preexec_fn=in_the_terminal
+    )
+    os.close(other)
+    os.set_blocking(own, False)
+    log = folder / "run" / "train.log"
+    try:
+        deadline = time.monotonic() + SECONDS
+        while not all((folder / f"reached_{rank}").exists() for rank in range(processes)):
+            assert run.poll() is None and time.monotonic() < deadline, log.read_text() if log.exists() else "no log"
+            with suppress(BlockingIOError):
+                os.read(own, 4096)
+            time.sleep(0.02)
+        os.close(own)
+        assert run.wait(SECONDS) == 129, log.read_text()
+    finally:
+        run.kill()
+    assert kept(folder / "run" / "checkpoints") == [1, 3]
+    said = log.read_text()
+    assert "stopped by SIGHUP" in said and "to go on: lightning-rlhf train resume=" in said
+    assert "Traceback" not in said and status(folder) == "KILLED"
 
 
 @pytest.mark.slow
@@ -256,13 +300,14 @@ def test_two_processes_agree_where_they_stop(folder: Path, event: str, left: lis
 
 
 @pytest.mark.slow
-def test_ray_workers_stop_between_two_iterations(folder: Path) -> None:
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ray_workers_stop_between_two_iterations(folder: Path, signum: int, code: int) -> None:
     pytest.importorskip("ray")
     small = ["+trainer.ray.init={num_cpus: 2, include_dashboard: false, object_store_memory: 100000000}"]
     run = train(folder, "warmup=none", "trainer=ray", *small, waits("update", 2))
     run.reached(ranks=2)
-    run.send(signal.SIGINT)
-    assert run.end() == 130, run.said
+    run.send(signum)
+    assert run.end() == code, run.said
     assert kept(folder / "run" / "checkpoints") == [1, 2]
     assert "to go on: lightning-rlhf train resume=" in run.said
     assert status(folder) == "KILLED"
@@ -293,14 +338,41 @@ def test_what_is_held_is_finished_and_a_second_signal_is_not_held(capfd: pytest.
             time.sleep(1)
 
 
-def test_a_signal_that_was_ignored_stays_ignored() -> None:
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_was_ignored_stays_ignored(signum: int) -> None:
+    """SIGHUP is, under nohup."""
+    before = signal.signal(signum, signal.SIG_IGN)
     try:
         with Signals() as own:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signum)
             assert own.received == 0
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signum, before)
+
+
+def test_a_terminal_that_closes_says_so_twice_and_that_is_no_second_signal() -> None:
+    """The kernel sends SIGHUP, and so does the shell; another signal behind it ends the run at once."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        with Signals() as own:
+            own.hold("finishing iteration 7")
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert own.received == signal.SIGHUP
+            with pytest.raises(Interrupted, match="SIGTERM"):
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(1)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_second_time_is_asked_for_by_what_can_be_done(capfd: pytest.CaptureFixture) -> None:
+    for signum, how in ((signal.SIGINT, "press Ctrl-C again"), (signal.SIGTERM, f"kill {os.getpid()}")):
+        with Signals() as own:
+            own.hold("finishing iteration 7")
+            os.kill(os.getpid(), signum)
+            time.sleep(0)
+        assert capfd.readouterr().err.strip() == f"finishing iteration 7; {how} to stop now"
 
 
 def test_a_request_by_file_is_a_signal(tmp_path: Path) -> None:

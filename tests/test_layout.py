@@ -12,7 +12,19 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_rlhf"
 
 FLOORS: list[set[str]] = [
-    {"errors", "kinds", "quiet", "threads", "interruption", "control", "experience", "settings", "functional"}
+    {
+        "errors",
+        "files",
+        "passwords",
+        "kinds",
+        "quiet",
+        "threads",
+        "interruption",
+        "control",
+        "experience",
+        "settings",
+        "functional",
+    }
     | {"metrics.names", "metrics.names_rollout_corr", "distributed.processes", "accelerators.device"},
     {"models", "rollout", "rewards", "data", "metrics", "memory", "snapshot", "distributed.parallel"},
     {"events", "mixins", "module", "ppo", "module_state", "update", "minibatches", "gradients", "objective"}

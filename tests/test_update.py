@@ -246,6 +246,37 @@ def test_decisions_are_handed_to_the_logger_with_their_reasons() -> None:
     ]
 
 
+def test_of_a_decision_that_is_taken_again_and_again_the_first_three_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    """Sixteen times in one quickstart before; the logger keeps all, and what undoes something is never left out."""
+
+    class Keeping(DummyLogger):
+        def log_decisions(self, rows: list[dict[str, Any]]) -> None:
+            kept.extend(row["verb"] for row in rows)
+
+    kept: list[str] = []
+    kinds = {1: ("kl/old {:.4f} over target 0.1", 0.12), 2: ("clip fraction {:.1e}", 3e-7)}
+
+    def decide(module: Any, stats: Any) -> None:
+        if stats.epoch == 0:
+            for text, number in kinds.values():
+                module.control.stop_epochs(text.format(number * stats.iteration))
+            module.control.rollback(f"over {stats.iteration}")
+
+    decider = Caller("on_ppo_epoch_end", decide)
+    decider.rollback_scopes = frozenset({"iteration"})
+    with caplog.at_level("INFO"):
+        fit(tiny_module(iterations=16), [decider], logger=Keeping())
+    said = [line for record in caplog.records for line in record.getMessage().splitlines()]
+    assert [line for line in said if "kl/old" in line] == [
+        f"iteration {i}: stop_epochs: kl/old {0.12 * i:.4f} over target 0.1" for i in (1, 2, 3)
+    ]
+    assert len([line for line in said if "clip fraction" in line]) == 3
+    assert len([line for line in said if "rollback: over" in line]) == 16
+    more = "  more of this kind are not printed, but counted in stability/epochs_stopped and listed in decisions.jsonl"
+    # The update's own, "rolled back: ...", is a kind of its own.
+    assert said.count(more) == 3 and kept.count("stop_epochs") == 3 * 16 and kept.count("rollback") == 16
+
+
 def test_plain_lightning_callbacks_work() -> None:
     class Plain(Callback):
         batches = 0

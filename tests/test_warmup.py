@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import random
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +48,17 @@ def test_loss_falls(loaded, datamodule, tmp_path):
     result, _ = run(loaded, datamodule, tmp_path, steps=60)
     assert result.steps == 60
     assert result.loss < 0.7 * before
+
+
+def test_it_says_how_far_it_is_where_there_is_no_terminal(loaded, datamodule, tmp_path, caplog, monkeypatch):
+    """Silent for minutes before, on a slow machine; ten lines at most."""
+    for terminal, steps, said in ((False, 25, 8), (False, 5, 5), (True, 25, 0)):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal, raising=False)
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            run(loaded, datamodule, tmp_path / str(terminal), steps=steps)
+        lines = [record.getMessage() for record in caplog.records if "of at most" in record.getMessage()]
+        assert len(lines) == said, lines
 
 
 def test_target_ends_it_early(loaded, datamodule, tmp_path):
@@ -292,9 +304,9 @@ def test_what_was_trained_before_ppo_is_said_and_in_the_checkpoint(compose, tiny
     usual = [word for word in tiny_run if not word.startswith("warmup=")]
     short = ["warmup.steps=3", f"warmup.cache_dir={tmp_path}", "logger=none", "data.validation.size=4"]
     train(compose(*usual, *short))
-    said = [line for line in capsys.readouterr().out.splitlines() if "WARM-UP" in line]
-    assert len(said) == 1
-    assert "up to 3 steps of 64 rows at learning rate 0.002" in said[0]
+    said = capsys.readouterr().out
+    assert said.count("WARM-UP") == 1
+    assert "up to 3 steps\n  of 64 rows at learning rate 0.002" in said
     saved = torch.load(tmp_path / "checkpoints" / "iteration_000001.ckpt", weights_only=True)
     assert (saved["lightning_rlhf"]["warm_up"]["steps"], saved["lightning_rlhf"]["warm_up"]["lr"]) == (3, 2e-3)
 

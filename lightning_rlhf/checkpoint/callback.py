@@ -177,7 +177,7 @@ class IterationCheckpoint(Checkpoint):
         """From here on weights may change: what was captured is let go, and the iteration is finished."""
         self._obey_signal(trainer)
         self._captured = None
-        signals().hold(f"finishing iteration {self.iteration + 1}; press Ctrl-C again to stop now")
+        signals().hold(f"finishing iteration {self.iteration + 1}")
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         self.iteration += 1
@@ -262,7 +262,7 @@ class IterationCheckpoint(Checkpoint):
         if trainer.world_size == 1 and self._captured is not None:
             signals().release()
         else:
-            signals().hold(f"stopping in iteration {self.iteration + 1}; press Ctrl-C again to stop now")
+            signals().hold(f"stopping in iteration {self.iteration + 1}")
 
     def _agreed_signal(self, trainer: Trainer) -> int:
         """The signal that any rank has received, 0 if there was none."""

@@ -14,7 +14,7 @@ import traceback
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.plugins.environments import (
@@ -25,10 +25,14 @@ from lightning.pytorch.plugins.environments import (
 )
 
 from lightning_rlhf.distributed.processes import is_first
+from lightning_rlhf.files import write_whole
 from lightning_rlhf.interruption import REQUEST, REQUEST_VARIABLE, Interrupted, passed_on
 from lightning_rlhf.reporting.mlflow import end_as_failed
 from lightning_rlhf.runs.ending import RunFailed, how_to_go_on, told
 from lightning_rlhf.schema import InputError
+
+if TYPE_CHECKING:
+    from torch.distributed.launcher.api import LaunchConfig
 
 FILE = "launch.json"
 """In the output folder: what the processes of a run read."""
@@ -88,25 +92,15 @@ def start(config: Mapping[str, Any], processes: int) -> dict[str, float]:
 
     Raises:
         RunFailed: a process failed; it has said why.
-        Interrupted: SIGINT or SIGTERM; the processes have ended between two iterations, or at once after a second one.
+        Interrupted: SIGINT, SIGTERM or SIGHUP; the processes have ended between two iterations, or at once after a
+            second one.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.launcher.api import elastic_launch
 
     file = hand_over(config)
     folder = file.parent
     (folder / RESULT).unlink(missing_ok=True)
-    agent = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=processes,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        shutdown_timeout=10,  # for the others where one has failed, or after a second signal; then they are killed
-        signals_to_handle="SIGHUP,SIGQUIT",  # on others the agent would kill the processes after that time
-    )
     environment = {
         "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # each process would take all cores otherwise
@@ -118,7 +112,7 @@ def start(config: Mapping[str, Any], processes: int) -> dict[str, float]:
     quiet.setLevel(logging.CRITICAL)  # what it says of a failure is in the error below
     try:
         with told(config, speaks=True), passed_on(folder) as stop:
-            elastic_launch(agent, sys.executable)("-m", __name__, str(file))
+            elastic_launch(_agent(processes), sys.executable)("-m", __name__, str(file))
     except ChildFailedError as failure:
         rank, first = failure.get_first_failure()
         how = f"signal {-first.exitcode}" if first.exitcode < 0 else f"exit code {first.exitcode}"
@@ -140,11 +134,27 @@ def start(config: Mapping[str, Any], processes: int) -> dict[str, float]:
     return result
 
 
+def _agent(processes: int) -> LaunchConfig:
+    """Settings of PyTorch's elastic agent, which ends the processes of a run together and never starts them again."""
+    from torch.distributed.launcher.api import LaunchConfig
+
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        shutdown_timeout=10,  # for the others where one has failed, or after a second signal; then they are killed
+        signals_to_handle="SIGQUIT",  # on others the agent would kill the processes after that time
+    )
+
+
 def hand_over(config: Mapping[str, Any]) -> Path:
     """Write the file that the processes of a run read."""
     file = Path(config["output_dir"]).absolute() / FILE
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(config, indent=1), encoding="utf-8")
+    write_whole(file, json.dumps(config, indent=1))
     return file
 
 
@@ -156,6 +166,7 @@ def main(file: str) -> int:
     from lightning_rlhf.checkpoint.files import CheckpointError
     from lightning_rlhf.control import TrainingFailed
     from lightning_rlhf.quiet import quiet
+    from lightning_rlhf.rewards import RewardError
     from lightning_rlhf.rollout.pool import ServersGone
     from lightning_rlhf.run import run
     from lightning_rlhf.schema import check
@@ -175,11 +186,14 @@ def main(file: str) -> int:
     except (ServersGone, TrainingFailed, CheckpointError) as error:
         print(f"process {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)
         return 1
+    except RewardError as error:  # where in the user's code, and not all that was called to get there
+        print(f"process {os.environ['RANK']}: {error}\n{error.origin}", file=sys.stderr, flush=True)
+        return 1
     except Exception:
         print(f"process {os.environ['RANK']}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
         return 1
     if is_first():
-        Path(file).with_name(RESULT).write_text(json.dumps(metrics), encoding="utf-8")
+        write_whole(Path(file).with_name(RESULT), json.dumps(metrics))
     torch.distributed.destroy_process_group()
     return 0
 

@@ -60,7 +60,8 @@ def start(config: Mapping[str, Any]) -> dict[str, float]:
     Raises:
         InputError: there is no such cluster, it lacks the resources, or what is given cannot work.
         RunFailed: workers failed more often than ``trainer.ray.max_failures``.
-        Interrupted: SIGINT or SIGTERM; the workers have ended between two iterations, or at once after a second one.
+        Interrupted: SIGINT, SIGTERM or SIGHUP; the workers have ended between two iterations, or at once after a
+            second one.
     """
     settings = build(RaySettings, "trainer.ray", config["trainer"]["ray"])
     folder = Path(config["output_dir"]).absolute()

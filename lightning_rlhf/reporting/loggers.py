@@ -13,13 +13,18 @@ from __future__ import annotations
 
 import csv
 import json
-import warnings
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
+
+from lightning_rlhf.files import ensure_line_end, replaced, write_whole
 
 
 def tell(loggers: Iterable[Logger], what: str, *arguments: Any, **options: Any) -> list[Any]:
@@ -72,27 +77,88 @@ def tracked(loggers: Mapping[str, Any] | None, **options: Any) -> dict[str, Any]
 
 
 class RunCSVLogger(CSVLogger):
-    """Lightning's, for runs that go on: the rows that were written before stay, up to where training continues."""
+    """Lightning's, for runs that go on: the rows that were written before stay, up to where training continues.
 
-    _continues_behind: int | None = None
+    The file is never without them: where it has to be written anew, the new one takes its place as a whole.
+    """
+
+    _goes_on = False
 
     @rank_zero_only
     def log_start(self, iteration: int) -> None:
         """Keep the rows of earlier starts up to this iteration, which Lightning's logger would delete."""
-        file = Path(self.log_dir) / "metrics.csv"
-        rows: list[dict[str, str]] = []
-        if file.exists():
-            with file.open(encoding="utf-8", newline="") as written:
-                rows = list(csv.DictReader(written))
-            file.unlink()
-        with warnings.catch_warnings():  # what Lightning says it will delete is in `rows`
-            warnings.filterwarnings("ignore", message=r"Experiment logs directory .* exists and is not empty")
-            _ = self.experiment.metrics
-        for row in rows:
-            step = int(row.pop("step"))
-            if step <= iteration:
-                self.experiment.log_metrics({name: float(value) for name, value in row.items() if value}, step)
-        self.save()
+        self._goes_on = True
+        self.experiment.keep(iteration)
+        with suppress(FileNotFoundError):
+            ensure_line_end(self._decisions)
+            lines = self._decisions.read_text(encoding="utf-8").splitlines(keepends=True)
+            write_whole(self._decisions, "".join(line for line in lines if _made_by(iteration, line)))
+
+    @rank_zero_only
+    def log_decisions(self, rows: list[dict[str, Any]]) -> None:
+        """Add what callbacks decided in one iteration and why to ``decisions.jsonl`` beside the numbers."""
+        _ = self.experiment  # makes the folder
+        with self._decisions.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+    def closing_lines(self) -> list[str]:
+        """Where the numbers are."""
+        return [f"metrics of all iterations:\n  {Path(self.log_dir).absolute() / 'metrics.csv'}"]
+
+    @property
+    def _decisions(self) -> Path:
+        return Path(self.log_dir) / "decisions.jsonl"
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> _Rows:
+        """What writes the file."""
+        if self._experiment is None:
+            self._experiment = _Rows(self.log_dir, goes_on=self._goes_on)
+        return self._experiment
+
+
+def _made_by(iteration: int, line: str) -> bool:
+    """Whether this is a decision of an iteration up to this one, and not half of a line."""
+    try:
+        return int(json.loads(line)["iteration"]) <= iteration
+    except ValueError:
+        return False
+
+
+class _Rows(ExperimentWriter):
+    """Lightning's writer, but what it would rewrite in place is written beside the file, which is then replaced."""
+
+    def __init__(self, log_dir: str, *, goes_on: bool) -> None:
+        self._goes_on = goes_on
+        super().__init__(log_dir)
+
+    def keep(self, iteration: int) -> None:
+        """Leave out the rows of later iterations, and the last one where a killed process has written half of it."""
+        columns, rows = self._written()
+        self.metrics_keys = columns
+        if columns:
+            self._replace([row for row in rows if int(row["step"]) <= iteration])
+
+    def _check_log_dir_exists(self) -> None:
+        if not self._goes_on:
+            super()._check_log_dir_exists()
+
+    def _rewrite_with_new_header(self, fieldnames: list[str]) -> None:
+        self._replace(self._written()[1])  # metrics_keys has the new names
+
+    def _written(self) -> tuple[list[str], list[dict[str, str]]]:
+        """Columns and whole rows of the file; nothing where there is none, or not even a whole header."""
+        file = Path(self.metrics_file_path)
+        text = file.read_bytes().decode("utf-8", "replace") if file.exists() else ""
+        reader = csv.DictReader(text[: text.rfind("\n") + 1].splitlines())
+        return list(reader.fieldnames or []), list(reader)
+
+    def _replace(self, rows: list[dict[str, str]]) -> None:
+        with replaced(Path(self.metrics_file_path)) as file:
+            writer = csv.DictWriter(file, fieldnames=self.metrics_keys)
+            writer.writeheader()
+            writer.writerows(rows)
 
 
 class RunTensorBoardLogger(TensorBoardLogger):
@@ -103,6 +169,10 @@ class RunTensorBoardLogger(TensorBoardLogger):
             super().__init__(save_dir, **options)
         except ModuleNotFoundError as error:
             raise ImportError(f'needs TensorBoard: pip install "lightning-rlhf[tensorboard]" ({error})') from error
+
+    def closing_lines(self) -> list[str]:
+        """The command that shows the run in a browser."""
+        return [f"to look at it:\n  tensorboard --logdir {shlex.quote(str(Path(self.log_dir).absolute()))}"]
 
     @rank_zero_only
     def log_start(self, iteration: int) -> None:

@@ -24,6 +24,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import OmegaConf
 
+from lightning_rlhf import passwords
+from lightning_rlhf.files import write_whole
 from lightning_rlhf.metrics import names
 from lightning_rlhf.reporting.mlflow_run import (
     FOLDER,
@@ -38,6 +40,7 @@ from lightning_rlhf.reporting.mlflow_store import (
     branch_tags,
     creation_lock,
     earlier_run,
+    opening,
     quiet_mlflow,
     store_of,
 )
@@ -112,16 +115,17 @@ class RLMLFlowLogger(MLFlowLogger):
         uri = address(tracking_uri or next(filter(None, found), None), store_dir)
         quiet_mlflow()
         database = Path(uri.removeprefix("sqlite:///")) if uri.startswith("sqlite:///") else None
-        with creation_lock(database):
+        shown = passwords.without(uri)
+        with creation_lock(database), opening(shown):
             super().__init__(experiment_name, tracking_uri=uri)
         drawn = {"mlflow.runName": _name_from(self.run_dir)}
         named = {"mlflow.runName": run_name} if run_name else {}
         # In the experiment of its parent, where MLflow shows one below the other.
         experiment_name = parent.experiment_name if parent is not None else experiment_name
-        record = earlier or RunRecord(uri, experiment_name, key=uuid.uuid4().hex[:12])
+        record = earlier or RunRecord(shown, experiment_name, key=uuid.uuid4().hex[:12])
         self.run = TrackedRun(
             self._mlflow_client,
-            replace(record, tracking_uri=uri, run_id=run_id or record.run_id),
+            replace(record, tracking_uri=shown, run_id=run_id or record.run_id),
             self.run_dir,
             resumed=earlier is not None or run_id is not None,
             may_be_lost=earlier is not None and run_id is None,
@@ -134,7 +138,7 @@ class RLMLFlowLogger(MLFlowLogger):
         self._log = Spool(self.run_dir / FOLDER / f"{record.key}.log.jsonl")
         self._files = Spool(self.run_dir / FOLDER / f"{record.key}.files.jsonl")
         routes: dict[Spool, Deliver] = {self._log: self.run.deliver_log, self._files: self.run.deliver_file}
-        self._courier = Courier(routes, f"MLflow at {uri}", retry_seconds)
+        self._courier = Courier(routes, f"MLflow at {shown}", retry_seconds)
         if earlier is not None and resume_from is not None and Path(resume_from).absolute() != self.run_dir:
             self._take_over(Path(resume_from).absolute())
 
@@ -186,15 +190,14 @@ class RLMLFlowLogger(MLFlowLogger):
 
     @property
     def tracking_uri(self) -> str:
-        """Where the run is recorded."""
+        """Where the run is recorded; of a database with its password, if it has one."""
         return self._tracking_uri
 
     @property
     def ui_command(self) -> str:
         """The command that shows the run in a browser, or the server's address."""
-        if self.tracking_uri.startswith("sqlite:"):
-            return f"mlflow ui --backend-store-uri {self.tracking_uri}"
-        return self.tracking_uri
+        shown = self.run.record.tracking_uri
+        return f"mlflow ui --backend-store-uri {shown}" if shown.startswith("sqlite:") else shown
 
     # --- what is logged ----------------------------------------------------------------------------------------------
 
@@ -246,8 +249,7 @@ class RLMLFlowLogger(MLFlowLogger):
     def log_text(self, text: str, artifact: str) -> None:
         """Record a text as artifact, for instance ``report.txt`` or ``folder/report.txt``."""
         path = self.run_dir / FOLDER / artifact
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        write_whole(path, text)  # an earlier one may be on its way at this moment
         self.log_file(path, os.path.dirname(artifact))
 
     @rank_zero_only
@@ -285,7 +287,11 @@ class RLMLFlowLogger(MLFlowLogger):
 
     def closing_lines(self) -> list[str]:
         """Where the record is."""
-        return [f"MLflow run {self.run_id} in {self.tracking_uri}", f"to look at it: {self.ui_command}"]
+        return [
+            f"MLflow run {self.run_id}",
+            f"  in {self.run.record.tracking_uri}",
+            f"to look at it:\n  {self.ui_command}",
+        ]
 
     @rank_zero_only
     def log_checkpoints(self, paths: list[str], *, latest: str, best: str = "") -> None:
@@ -320,7 +326,7 @@ class RLMLFlowLogger(MLFlowLogger):
             log.warning(
                 "MLflow at %s has not taken everything yet. The rest is kept in %s and sent when the run is resumed, "
                 "or by lightning_rlhf.reporting.send_spooled(%r).",
-                self.tracking_uri,
+                self.run.record.tracking_uri,
                 self.run_dir / FOLDER,
                 str(self.run_dir),
             )

@@ -18,6 +18,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_rlhf.files import write_whole
 from lightning_rlhf.metrics import names
 from lightning_rlhf.reporting.store import forget_steps_behind
 
@@ -66,11 +67,7 @@ class RunRecord:
     def write(self, run_dir: Path) -> None:
         """Replace the record in a run's folder."""
         self.run_dir = str(run_dir)
-        path = run_dir / FOLDER / "run.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
-        os.replace(partial, path)
+        write_whole(run_dir / FOLDER / "run.json", json.dumps(asdict(self), indent=2) + "\n")
 
 
 class TrackedRun:

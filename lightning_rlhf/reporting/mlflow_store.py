@@ -11,7 +11,9 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from lightning_rlhf import passwords
 from lightning_rlhf.reporting.mlflow_run import BRANCH_TAG, FOLDER, RunRecord
+from lightning_rlhf.reporting.spool import in_a_line
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +58,10 @@ def address(given: str | None, store_dir: str | Path) -> str:
     Raises:
         ValueError: a plain folder, which MLflow no longer accepts.
     """
-    uri = given or os.environ.get("MLFLOW_TRACKING_URI")
+    named = os.environ.get("MLFLOW_TRACKING_URI")
+    if given and named and passwords.without(named) == given:
+        given = named  # what a run's record holds is without the password
+    uri = given or named
     if not uri:
         return f"sqlite:///{Path(store_dir).expanduser().absolute() / 'mlflow.db'}"
     if uri.startswith(("file:", "/", ".", "~")):
@@ -64,6 +69,10 @@ def address(given: str | None, store_dir: str | Path) -> str:
             f"logger.mlflow.tracking_uri = {uri!r} is not allowed: MLflow no longer keeps runs in plain folders; "
             "null (a local sqlite file in logger.mlflow.store_dir), sqlite:///FILE or the address of a server"
         )
+    known = passwords.credentials(uri) if uri.startswith("http") else None
+    if known is not None:  # by MLflow's own way, and in no address that is written or shown
+        os.environ["MLFLOW_TRACKING_USERNAME"], os.environ["MLFLOW_TRACKING_PASSWORD"] = known
+        return passwords.without(uri)
     return uri
 
 
@@ -78,8 +87,24 @@ def quiet_mlflow() -> None:
         from mlflow.telemetry import set_telemetry_client
 
         set_telemetry_client()  # set up when MLflow was imported; this makes it read the variable again
-    for name in ("mlflow.store.db.utils", "alembic"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    # A traceback of SQLAlchemy at every attempt, where the courier says once, in a line, what is wrong.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
+
+
+@contextlib.contextmanager
+def opening(store: str) -> Iterator[None]:
+    """A store that cannot be opened is said in a line.
+
+    Raises:
+        ValueError: MLflow or its database has refused.
+    """
+    try:
+        yield
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] not in ("sqlalchemy", "mlflow", "alembic"):
+            raise
+        raise ValueError(f"the MLflow store {store} cannot be opened: {in_a_line(error)}") from error
 
 
 @contextlib.contextmanager

@@ -55,9 +55,13 @@ class ProgressLines(ProgressBar):
     # --- Lightning's hooks -------------------------------------------------------------------------------------------
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Many answers may be generated now."""
-        if self.drawn and self._enabled and trainer.is_global_zero:
+        """Many answers may be generated now, and a log that is silent for long looks dead."""
+        if not (self._enabled and trainer.is_global_zero):
+            return
+        if self.drawn:
             self._draw("evaluating the held-out prompts")
+        elif self.every is not None:
+            say("evaluating the held-out prompts")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Nothing is left of that line."""

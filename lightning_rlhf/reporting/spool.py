@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lightning_rlhf.passwords import hidden
+
 log = logging.getLogger(__name__)
 
 LONGEST_WAIT = 60.0
@@ -75,6 +77,12 @@ Deliver = Callable[[list[dict[str, Any]]], int]
 """Delivers some of the oldest records, at least one, and returns how many; raises if that was not possible."""
 
 
+def in_a_line(error: Exception) -> str:
+    """An error of the other side, without the statement that SQLAlchemy puts behind it, and without passwords."""
+    said = f"{type(error).__name__}: {error}".partition("[SQL:")[0].partition("(Background on this error")[0]
+    return hidden(" ".join(said.split()))[:300]
+
+
 class Courier:
     """A background thread that delivers spools, and keeps trying where that fails.
 
@@ -133,7 +141,7 @@ class Courier:
                     spool.commit(deliver(records))
             except Exception as error:  # whatever the other side does, training goes on and the records stay
                 log.debug("delivery to %s failed", self._destination, exc_info=True)
-                reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                reason = in_a_line(error)
         return reason
 
     def _announce(self, reason: str | None) -> None:

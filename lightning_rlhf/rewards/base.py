@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import traceback
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -23,6 +24,9 @@ MESSAGES_KEY = "_messages"
 
 class RewardError(ValueError):
     """A reward that cannot be used. The message names the term, the row and the value."""
+
+    origin = ""
+    """Where in the term's own code its exception arose, as lines of a traceback; empty where there was none."""
 
 
 @dataclass
@@ -126,7 +130,9 @@ def _call(name: str, reward: Reward, batch: RewardBatch) -> Any:
         where = "for the batch as a whole, though for none of its rows alone" if found is None else f"for {found[0]}"
         shown = error if found is None else found[1]
         text = str(shown) if isinstance(shown, RewardError) else f"{type(shown).__name__}: {shown}"
-        raise RewardError(f"reward term {name!r}: {text}, {where}") from shown
+        failure = RewardError(f"reward term {name!r}: {text}, {where}")
+        failure.origin = "" if isinstance(shown, RewardError) else _origin(shown)
+        raise failure from shown
     if inspect.isawaitable(result):
         if inspect.iscoroutine(result):
             result.close()
@@ -145,6 +151,16 @@ def _first_failing(reward: Reward, batch: RewardBatch) -> tuple[str, Exception] 
         except Exception as error:
             return describe(batch, i), error
     return None
+
+
+def _origin(error: Exception) -> str:
+    """The calls from the term down to where the exception arose, at most :data:`CALLS_SHOWN`, the innermost."""
+    calls = traceback.extract_tb(error.__traceback__)[1:]  # the first is the call of the term, in this file
+    shown = traceback.StackSummary.from_list(calls[-CALLS_SHOWN:])
+    return "".join(shown.format()).rstrip("\n")
+
+
+CALLS_SHOWN = 5
 
 
 def describe(batch: RewardBatch, i: int) -> str:

@@ -62,7 +62,8 @@ class Judge:
 
 def main(connection: Connection, limit: float) -> None:
     """Answer requests until the other side is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes of a terminal; the run decides
+    for number in (signal.SIGINT, signal.SIGHUP):  # of a terminal, sent to all of its processes; the run decides
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, whatever it computes
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it would warn that it has no time limit of its own
     import math_verify

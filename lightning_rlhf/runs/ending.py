@@ -6,7 +6,7 @@ import re
 import shlex
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from lightning_rlhf.checkpoint.files import iteration_of
 from lightning_rlhf.interruption import Interrupted
 from lightning_rlhf.reporting.terminal import note, say
+from lightning_rlhf.runs.folder import checkpoint_folder, kept_elsewhere, starts
 from lightning_rlhf.schema import InputError
 
 
@@ -55,27 +56,46 @@ def how_to_go_on(config: Mapping[str, Any]) -> list[str]:
     """The run's folder, its newest checkpoint and the command that resumes it."""
     output = Path(config["output_dir"]).absolute()
     lines = [f"output folder: {output}"]
-    folder = _checkpoint_folder(config)
+    folder = checkpoint_folder(config)
     found = [path for path in folder.glob("*.ckpt") if iteration_of(path) >= 0]
-    if found:
-        newest = max(found, key=iteration_of)
-        place: Path | str = output if folder == output / "checkpoints" else folder
+    resumed = config.get("resume") if config.get("resume") != "latest" else None
+    newest = max(found, key=iteration_of) if found else None
+    if newest is not None and (resumed is None or newest != Path(resumed).absolute()):
+        place = output if folder in (output / "checkpoints", kept_elsewhere(output)) else folder
         return [*lines, f"newest checkpoint: {newest}", f"to go on: {resume_command(place)}"]
-    if config.get("resume") not in (None, "latest"):
-        return [*lines, "no checkpoint since it was resumed", f"to go on: {resume_command(config['resume'])}"]
+    if resumed is not None:
+        again = resume_command(resumed, _said_at_this_start(config))
+        return [*lines, "no checkpoint since it was resumed", f"to go on: {again}"]
     return [*lines, "no checkpoint yet: nothing to go on from"]
 
 
-def resume_command(place: Path | str) -> str:
-    """The command that resumes a run, as a shell and Hydra read it."""
-    if re.fullmatch(r"[\w./+-]+", str(place)):
-        return f"lightning-rlhf train resume={place}"
+def _said_at_this_start(config: Mapping[str, Any]) -> list[str]:
+    """What was typed beside ``resume`` when the run was resumed: no checkpoint knows it yet."""
+    recorded = starts(config["output_dir"])[-1:]
+    words = [word for word in (recorded[0].get("typed", []) if recorded else []) if not word.startswith("resume=")]
+    if config.get("resume_on_other_data") and "resume_on_other_data=true" not in words:
+        words.append("resume_on_other_data=true")
+    return words
+
+
+def resume_command(place: Path | str, words: Iterable[str] = ()) -> str:
+    """The command that resumes a run, as a shell and Hydra read it.
+
+    Args:
+        place: the run's folder or a checkpoint.
+        words: further overrides, as they reached the command before.
+    """
+    plain = re.fullmatch(r"[\w./+-]+", str(place))
     escaped = str(place).replace('"', '\\"')
-    return "lightning-rlhf train " + shlex.quote(f'resume="{escaped}"')
+    where = f"resume={place}" if plain else shlex.quote(f'resume="{escaped}"')
+    return " ".join(["lightning-rlhf train", where, *map(shlex.quote, words)])
 
 
-def _checkpoint_folder(config: Mapping[str, Any]) -> Path:
-    """Where the run's checkpoints are, whichever of the callbacks writes them."""
-    blocks = (config.get("callbacks") or {}).values()
-    places = [block["dirpath"] for block in blocks if isinstance(block, Mapping) and block.get("dirpath")]
-    return Path(places[0] if places else Path(config["output_dir"]) / "checkpoints").absolute()
+def in_short(error: Exception) -> str:
+    """What is said of a failure in place of a traceback: its message, where in the user's code it arose, what to do.
+
+    Args:
+        error: with an attribute ``origin`` where there is such a place, and the notes of :func:`told`.
+    """
+    origin = getattr(error, "origin", "")
+    return "\n".join([f"FAILED: {error}", *([origin] if origin else []), *getattr(error, "__notes__", [])])

@@ -15,6 +15,8 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
+from lightning_rlhf import passwords
+from lightning_rlhf.files import ensure_line_end, write_whole
 from lightning_rlhf.schema import InputError
 
 STARTS = "starts.jsonl"
@@ -51,6 +53,9 @@ class ClaimFolder(Callback):
     def on_run_start(self, config: DictConfig, **options: Any) -> None:
         """Before the folder of one run is made."""
         _claim_key(config, "run")
+        if any(passwords.keys_with(OmegaConf.to_container(config, resolve=False))):  # type: ignore[arg-type]
+            with read_write(config.hydra), open_dict(config.hydra):
+                config.hydra.output_subdir = None  # the run is refused; Hydra would save the password before that
 
     def on_multirun_start(self, config: DictConfig, **options: Any) -> None:
         """Before the folder of a sweep is made."""
@@ -145,6 +150,19 @@ def starts(folder: str | Path) -> list[dict[str, Any]]:
     return records
 
 
+def checkpoint_folder(config: Mapping[str, Any]) -> Path:
+    """Where a run's checkpoints are, whichever of the callbacks writes them."""
+    blocks = (config.get("callbacks") or {}).values()
+    places = [block["dirpath"] for block in blocks if isinstance(block, Mapping) and block.get("dirpath")]
+    return Path(places[0] if places else Path(config["output_dir"]) / "checkpoints").expanduser().absolute()
+
+
+def kept_elsewhere(folder: str | Path) -> Path | None:
+    """Where the newest start of a run keeps its checkpoints, if that is outside of the run's folder."""
+    recorded = [record.get("checkpoints") for record in starts(folder)][-1:]
+    return Path(recorded[0]) if recorded and recorded[0] else None
+
+
 def note_start(folder: str | Path, record: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> None:
     """Add a start to the list, with its number, the time and the folder of the command.
 
@@ -158,6 +176,7 @@ def note_start(folder: str | Path, record: Mapping[str, Any], config: Mapping[st
     numbered = {"start": number, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "cwd": os.getcwd()}
     path = Path(folder) / STARTS
     path.parent.mkdir(parents=True, exist_ok=True)
+    ensure_line_end(path)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(numbered | dict(record), ensure_ascii=False, default=str) + "\n")
     if config is not None:
@@ -167,4 +186,4 @@ def note_start(folder: str | Path, record: Mapping[str, Any], config: Mapping[st
         written.mkdir(parents=True, exist_ok=True)
         texts: dict[str, Any] = {"config.yaml": dict(config), "overrides.yaml": list(record.get("overrides", []))}
         for name, content in texts.items():
-            (written / name).write_text(OmegaConf.to_yaml(OmegaConf.create(content)), encoding="utf-8")
+            write_whole(written / name, OmegaConf.to_yaml(OmegaConf.create(content)))

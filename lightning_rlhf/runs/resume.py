@@ -13,10 +13,11 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_rlhf.assembly import find_checkpoint
+from lightning_rlhf.assembly import find_checkpoint, newest_checkpoint
 from lightning_rlhf.checkpoint.files import STATE, iteration_of, latest_valid
-from lightning_rlhf.reporting import tracked
-from lightning_rlhf.runs.folder import quoted, starts
+from lightning_rlhf.reporting import blocks_of, tracked
+from lightning_rlhf.reporting.loggers import MLFLOW
+from lightning_rlhf.runs.folder import kept_elsewhere, quoted, starts
 from lightning_rlhf.runs.moved import folder_of_command, moved
 from lightning_rlhf.runs.recompose import (
     OF_ONE_START,
@@ -123,10 +124,14 @@ class Resumption:
         schedule = get(self.config, "module.optimizer.schedule")
         if "iterations" in self.changes and schedule not in (None, "constant"):
             end = self.config["iterations"]
-            yield f"the {schedule} schedule of learning rates now ends at iteration {end}; rates follow it from here on"
+            yield f"the {schedule} schedule of learning rates now ends at iteration {end};"
+            yield "  rates follow it from here on"
         if self.branch:
             why = "; ".join(self.branch)
-            yield f"a branch, for {why}: its files go to {folder}, and its tracked run is a child of the run's"
+            yield f"a branch, for {why}: its files go to"
+            yield f"  {folder}"
+            if any(block.get("_target_") == MLFLOW for block in blocks_of(self.config.get("logger")).values()):
+                yield "and its MLflow run is a child of the run's"
             yield "(branch=false goes on in the run itself, and sets its later checkpoints aside)"
 
     def record(self) -> dict[str, Any]:
@@ -156,7 +161,7 @@ def planned(place: str, new: Composition) -> Resumption:
     """
     checkpoint = find_checkpoint(place)
     saved, iteration = read_settings(checkpoint)
-    run = run_of(checkpoint)
+    run = run_of(checkpoint, place, saved)
     config, composition = recomposed(saved, composition_of(run, iteration), new)
     wishes = {key: value_of(new.overrides, key) for key in ("branch", "resume_on_other_data")}
     return _resumption(place, checkpoint, iteration, run, saved, config, composition, wishes, new.overrides)
@@ -173,7 +178,7 @@ def planned_from(config: DictConfig) -> Resumption:
     folder = value_in(config, "output_dir")
     checkpoint = find_checkpoint(str(config.resume))
     saved, iteration = read_settings(checkpoint)
-    run = run_of(checkpoint)
+    run = run_of(checkpoint, str(config.resume), saved)
     place = folder or str(run or checkpoint.parent)
     before = resolved(compose(Composition(), place))
     given: Any = OmegaConf.to_container(OmegaConf.merge(config, {"output_dir": place}), resolve=True)
@@ -291,8 +296,17 @@ def with_todays_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in top.items() if key not in config and "${" not in str(value)} | dict(config)
 
 
-def run_of(checkpoint: Path) -> Path | None:
-    """The folder of the run that a checkpoint lies in."""
+def run_of(checkpoint: Path, place: str, saved: Mapping[str, Any]) -> Path | None:
+    """The folder of the run that a checkpoint belongs to: where it lies, or whose record names where it lies.
+
+    Args:
+        checkpoint: the checkpoint.
+        place: what was typed, which may be the run's folder.
+        saved: the configuration of the checkpoint.
+    """
+    for folder in (Path(place).expanduser().absolute(), Path(str(saved.get("output_dir"))).absolute()):
+        if kept_elsewhere(folder) == checkpoint.absolute().parent:
+            return folder
     for folder in (checkpoint.absolute().parent.parent, checkpoint.absolute().parent):
         if any((folder / name).exists() for name in ("starts.jsonl", ".hydra", "launch.json", "tracking/run.json")):
             return folder
@@ -363,7 +377,7 @@ def from_command(words: Sequence[str], shared: str | None = None) -> tuple[list[
     new = Composition.of_command(words)
     place, folder = value_of(new.overrides, "resume"), value_of(words, "hydra.run.dir")
     if place == "latest":
-        found = latest_valid(Path(folder or shared) / "checkpoints") if folder or shared else None  # type: ignore[arg-type]
+        found = newest_checkpoint(folder or shared) if folder or shared else None  # type: ignore[arg-type]
         place = None if found is None else str(found)
     if place is None:
         return list(words), None

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
+from lightning_rlhf.errors import RunEnded
 from lightning_rlhf.runs.recompose import Composition, parse
 from lightning_rlhf.schema import InputError
 
@@ -48,9 +49,10 @@ class Jobs:
         except Exception as error:
             self.failed += 1
             print(f"{name} has failed:", file=sys.stderr)
-            if not isinstance(error, InputError):
+            said = isinstance(error, (InputError, RunEnded))  # the message is all there is to say
+            if not said:
                 traceback.print_exc()
-            kind = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
+            kind = "" if said else f"{type(error).__name__}: "
             self.lines.append(f"{name}: failed: {kind}{error}".replace("\n", "\n    "))
         else:
             self.lines.append(f"{name}: done, in {hydra.runtime.output_dir}")

@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from lightning_rlhf import passwords
 from lightning_rlhf.errors import ConfigError, Problem
 from lightning_rlhf.schema.combinations import combinations
 from lightning_rlhf.schema.keys import (
@@ -53,6 +54,7 @@ def check(config: DictConfig) -> dict[str, Any]:
     _refuse(
         plain,
         given,
+        secrets,
         top_level,
         blocks,
         targets,
@@ -82,7 +84,7 @@ def first_look(config: DictConfig, typed: Sequence[str] = ()) -> None:
     if lost:
         raise ConfigError(lost)
     plain, _ = _adopted(given)
-    keys = (top_level, blocks, declared_arguments)
+    keys = (secrets, top_level, blocks, declared_arguments)
     _refuse(plain, given, *keys, kinds, module_settings, trainer_options, numbers, combinations)
 
 
@@ -165,6 +167,12 @@ def trainer_options(config: Mapping[str, Any]) -> Iterator[Problem]:
         if not is_installed():
             allowed = "false without the package torch-npu, whose operators these are"
             yield Problem("model.policy.npu_fused", True, allowed)
+
+
+def secrets(config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Passwords in addresses: the configuration is saved with the run, logged, and in its checkpoints."""
+    for key, value in passwords.keys_with(config):
+        yield Problem(key, value, passwords.refused(key))
 
 
 def numbers(config: Mapping[str, Any]) -> Iterator[Problem]:

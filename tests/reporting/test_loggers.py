@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import sys
 import warnings
 from pathlib import Path
@@ -34,7 +35,9 @@ def rows(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_csv_and_tensorboard_of_a_run_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_csv_and_tensorboard_of_a_run_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     """Both have every hyper-parameter and the same numbers for the same iterations, before and after."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -43,6 +46,9 @@ def test_csv_and_tensorboard_of_a_run_that_goes_on(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(sys, "path", list(sys.path))
     words = [*TINY, "logger=[csv,tensorboard]", "hydra.run.dir=run", "callbacks.checkpoint.every_n_iterations=1"]
     assert cli.main(["train", *words, "iterations=3", "callbacks.checkpoint.keep=null"]) == 0
+    said = capsys.readouterr().out
+    assert f"\n  {tmp_path}/run/metrics/metrics.csv\n" in said
+    assert f"to look at it:\n  tensorboard --logdir {tmp_path}/run/tensorboard\n" in said
     first = rows(tmp_path / "run")
     again = ["resume=run/checkpoints/iteration_000002.ckpt", "hydra.run.dir=run", "branch=false"]
     assert cli.main(["train", *again, "iterations=4"]) == 0
@@ -83,6 +89,53 @@ def test_a_csv_logger_that_goes_on_keeps_its_rows_and_warns_of_no_loss(tmp_path:
     assert [(row["step"], row["reward/mean"]) for row in rows(tmp_path)] == [("1", "0.5"), ("2", "1.0")]
     with pytest.warns(UserWarning, match="exists and is not empty"):
         _ = logger().experiment.metrics  # of one that does not go on it stays true
+
+
+def test_a_csv_file_is_never_without_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed while the file is written anew, when a run goes on or a column is new: what was written is there."""
+
+    def logger() -> RunCSVLogger:
+        return RunCSVLogger(str(tmp_path), name="metrics", version="")
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*_: object) -> None:
+        raise Killed
+
+    first = logger()
+    for step in (1, 2, 3):
+        first.log_metrics({"reward/mean": step / 2}, step)
+        first.save()
+    first.log_decisions([{"iteration": step, "reason": "größer"} for step in (1, 2, 3)])
+    monkeypatch.setattr(csv.DictWriter, "writerows", killed)
+    again = logger()
+    with pytest.raises(Killed):
+        again.log_start(2)
+    with pytest.raises(Killed):
+        first.log_metrics({"eval/reward_mean": 1.0}, 3)
+        first.save()
+    monkeypatch.undo()
+    assert [row["step"] for row in rows(tmp_path)] == ["1", "2", "3"]
+    assert sorted(path.name for path in (tmp_path / "metrics").iterdir()) == ["decisions.jsonl", "metrics.csv"]
+
+    with (tmp_path / "metrics" / "metrics.csv").open("a", encoding="utf-8") as file:
+        file.write("2.2")  # half of a row
+    with (tmp_path / "metrics" / "decisions.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"iterat')
+    again = logger()
+    again.log_start(2)
+    assert [row["step"] for row in rows(tmp_path)] == ["1", "2"]
+    again.log_decisions([{"iteration": 3, "reason": "anew"}])
+    again.log_metrics({"reward/mean": 5.0, "kl/ref": 0.5}, 3)
+    again.save()
+    assert [(row["step"], row["reward/mean"], row["kl/ref"]) for row in rows(tmp_path)] == [
+        ("1", "0.5", ""),
+        ("2", "1.0", ""),
+        ("3", "5.0", "0.5"),
+    ]
+    lines = (tmp_path / "metrics" / "decisions.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["reason"] for line in lines] == ["größer", "größer", "anew"]
 
 
 def test_two_loggers_by_name(compose: Any, tmp_path: Path, fresh_store: Path) -> None:

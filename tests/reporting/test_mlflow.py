@@ -825,3 +825,38 @@ def test_a_real_server_that_is_late_and_gets_killed(server: Server, tmp_path: Pa
     assert "1 + 1" in artifact(logger, "samples/iteration_000060.json", tmp_path)
     assert logger.experiment_id is not None
     assert len(MlflowClient(server.uri).search_runs([logger.experiment_id])) == 1
+
+
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+from lightning_rlhf.reporting import RLMLFlowLogger
+
+folder = Path(sys.argv[1])
+logger = RLMLFlowLogger(folder / "run", store_dir=folder, retry_seconds=1000)
+logger.log_metrics({"reward/mean": 1.0}, 1)
+assert logger.flush(60)
+half = (folder / "mlflow.db").stat().st_size // 2
+resource.setrlimit(resource.RLIMIT_FSIZE, (half, half))  # a disk that takes no more
+for step in (2, 3, 4):
+    logger.log_metrics({"reward/mean": 1.0}, step)
+    print("arrived", logger.flush(60))
+"""
+
+
+def test_a_full_disk_is_one_line_and_no_traceback_of_the_database(tmp_path: Path, fresh_store: Path) -> None:
+    shutil.copy(fresh_store, tmp_path / "mlflow.db")
+    command = [sys.executable, "-c", FULL_DISK, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.split("\n")[:3] == ["arrived False"] * 3, done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1 and "disk I/O error). Training goes on; nothing is lost" in lines[0], done.stderr
+    assert "SQL:" not in lines[0]
+
+
+def test_a_store_that_is_no_database_is_refused_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "mlflow.db").write_bytes(b"no database" * 1000)
+    with pytest.raises(
+        ValueError, match=r"^the MLflow store sqlite:///.*mlflow\.db cannot be opened: .*not a database$"
+    ):
+        RLMLFlowLogger(tmp_path / "run", store_dir=tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shutil
 import sys
 import threading
 from pathlib import Path
@@ -40,6 +41,7 @@ def test_without_a_terminal_there_is_a_plain_line_every_few_iterations(run, caps
     assert [LINE.fullmatch(line)[1] for line in said] == ["1", "3", "6", "7"], said
     assert said[-1].endswith("0:00 left")
     assert "\r" not in out and "Epoch" not in out and "v_num" not in out
+    assert out.count("evaluating the held-out prompts\n") == 2, "before training and after it"
     log = Path("run", FILE).read_text(encoding="utf-8")
     assert log == out, "all that is said is in the folder, once"
     assert "held-out exact match:" in log and f"output folder: {Path.cwd()}/run" in log
@@ -106,6 +108,21 @@ def test_numbers_that_there_are_not_are_left_out():
     assert progress.text(3, numbers) == "iteration 3/20  reward 0.500  kl/old 0.0100  853 tok/s"
     progress._seconds.extend([1.0, 3.0])
     assert progress.text(3, numbers | {"kl/ref": 0.2}).endswith("kl/ref 0.2000  853 tok/s  0:34 left")
+
+
+def test_what_a_run_says_is_80_columns_wide_but_for_paths_on_their_own_line(run, tmp_path, fresh_store, capsys):
+    (tmp_path / "mlflow").mkdir()
+    shutil.copy(fresh_store, tmp_path / "mlflow" / "mlflow.db")
+    assert run("iterations=1", "warmup=sft", "warmup.lr=1e-3", "warmup.steps=2", "logger=[mlflow,csv]") == 0
+    assert cli.main(["train", "resume=run", "module.kl.coefficient=0.5", "iterations=2", "logger=csv"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("SUPERVISED WARM-UP BEFORE PPO (warmup=none leaves it out): up to 2") for line in lines)
+    for line in lines:  # a path stands behind a few words at most, or alone
+        assert len(line) <= 80 or re.fullmatch(r"[\w :-]{0,40}\S*/\S*( \(.*\))?|  mlflow ui --\S+ \S+", line), line
+    assert f"  mlflow ui --backend-store-uri sqlite:///{tmp_path}/mlflow/mlflow.db" in lines
+    assert f"  {tmp_path}/run/metrics/metrics.csv" in lines
+    branch = lines[next(i for i, line in enumerate(lines) if line.startswith("a branch, for ")) :]
+    assert not any("MLflow run is a child" in line for line in branch), "nothing of it is tracked there"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,40 @@
+"""Files that are replaced as a whole: a process that is killed leaves the old content or the new one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[TextIO]:
+    """A text file (UTF-8, line ends as written) that gets the name ``path`` once the block has ended without an error.
+
+    It lies beside ``path`` meanwhile, under a name that belongs to this process.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("w", encoding="utf-8", newline="") as file:
+            yield file
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace the content of a file."""
+    with replaced(path) as file:
+        file.write(text)
+
+
+def ensure_line_end(path: Path) -> None:
+    """End a last line that a killed process has left half-written, so that what is appended stands on its own."""
+    if path.exists() and path.stat().st_size:
+        with path.open("rb+") as file:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")

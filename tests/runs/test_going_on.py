@@ -1,0 +1,97 @@
+"""What is printed of how to go on, and a run whose checkpoints lie outside of its folder."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_rlhf import cli
+from lightning_rlhf.checkpoint import latest_valid
+from lightning_rlhf.runs.ending import how_to_go_on
+from lightning_rlhf.runs.folder import note_start, starts
+
+TINY = [
+    "threads=1",
+    "warmup=none",
+    "model.source.hidden_size=32",
+    "model.source.layers=1",
+    "model.source.heads=2",
+    "data=jsonl",
+    "data.train.path=prompts.jsonl",
+    "data.validation=null",
+    "data.prompts_per_iteration=4",
+    "reward=exact_match",
+    "rollout.max_new_tokens=4",
+    "module.update.minibatch_size=4",
+    "module.update.epochs=1",
+    "trainer.enable_progress_bar=false",
+    "logger=none",
+]
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with prompts."""
+    rows = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(8)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path
+
+
+def checkpoint(folder: Path, iteration: int) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"iteration_{iteration:06d}.ckpt"
+    path.touch()
+    return path
+
+
+def test_what_was_typed_beside_resume_is_in_the_command_until_a_checkpoint_knows_it(tmp_path: Path) -> None:
+    resumed = checkpoint(tmp_path / "run" / "checkpoints", 4)
+    config = {"output_dir": str(tmp_path / "run"), "callbacks": None, "resume": str(resumed)}
+    typed = [f"resume={tmp_path}/run", "branch=false", "resume_on_other_data=true", "model.x=[1, 2]"]
+    note_start(tmp_path / "run", {"typed": ["iterations=4"]})
+    note_start(tmp_path / "run", {"typed": typed})
+    [*_, said, command] = how_to_go_on(config | {"resume_on_other_data": True})
+    assert said == "no checkpoint since it was resumed"
+    words = shlex.split(command.removeprefix("to go on: "))
+    assert words == ["lightning-rlhf", "train", f"resume={resumed}", *typed[1:]]
+
+    newer = checkpoint(tmp_path / "run" / "checkpoints", 5)  # of the other data, and under the new settings
+    assert how_to_go_on(config | {"resume_on_other_data": True})[1:] == [
+        f"newest checkpoint: {newer}",
+        f"to go on: lightning-rlhf train resume={tmp_path}/run",
+    ]
+    # A branch begins in a folder of its own; `train(config)` of Python has typed nothing.
+    branch = config | {"output_dir": str(tmp_path / "branch"), "resume_on_other_data": True}
+    assert how_to_go_on(branch)[-1] == f"to go on: lightning-rlhf train resume={resumed} resume_on_other_data=true"
+
+
+def test_a_run_is_found_whose_checkpoints_lie_elsewhere(project: Path, capsys: pytest.CaptureFixture) -> None:
+    """It was not: "holds no whole checkpoint"; and by its checkpoint it was no run, but a branch of none."""
+    kept = project / "large disk" / "of run"
+    place = f"callbacks.checkpoint.dirpath={kept}"
+    assert cli.main(["train", *TINY, "iterations=1", "hydra.run.dir=run", place]) == 0
+    assert starts(project / "run")[0]["checkpoints"] == str(kept)
+    capsys.readouterr()
+    assert cli.main(["train", "resume=run", "iterations=2"]) == 0
+    assert "a branch" not in capsys.readouterr().out
+    assert cli.main(["train", "resume=latest", "hydra.run.dir=run", *TINY, place, "iterations=3"]) == 0
+    assert "starting afresh" not in capsys.readouterr().out
+    newest = latest_valid(kept)
+    assert newest is not None and newest.name == "iteration_000003.ckpt" and len(starts(project / "run")) == 3
+    assert cli.main(["train", f"resume='{newest}'", "iterations=4"]) == 0, "by its checkpoint"
+    assert "a branch" not in capsys.readouterr().out and len(starts(project / "run")) == 4
+
+    assert cli.main(["train", "resume=run", "seed=7", "resume_on_other_data=true", "iterations=5"]) == 2
+    said = capsys.readouterr().err
+    assert "is where the run keeps its checkpoints" in said and "callbacks.checkpoint.dirpath=FOLDER" in said
+    assert cli.main(["eval", "checkpoint=run"]) == 2, "found, but nothing is held out"
+    said = capsys.readouterr().err
+    assert "data.validation = null: the run holds no prompt out" in said and "data.validation=FILE" in said
+    assert cli.main(["eval", "checkpoint=run", "data.validation=prompts.jsonl"]) == 0
+    assert "eval/reward_mean" in capsys.readouterr().out

@@ -1,0 +1,114 @@
+"""A password in an address is in no file and no line, and arrives all the same."""
+
+from __future__ import annotations
+
+import base64
+import os
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from lightning_rlhf import cli, passwords, schema
+from lightning_rlhf.reporting import RLMLFlowLogger, RunRecord
+from lightning_rlhf.reporting.spool import in_a_line
+
+SECRET = "g%40heim:word"
+"""Of the address; the password is g@heim:word."""
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it was, afterwards; without what the logger puts there."""
+    for name in ("USERNAME", "PASSWORD", "URI"):
+        monkeypatch.setenv(f"MLFLOW_TRACKING_{name}", "")
+        monkeypatch.delenv(f"MLFLOW_TRACKING_{name}")
+
+
+def found_in(folder: Path) -> list[str]:
+    """Files that hold the password, however it is written."""
+    words = [word.encode() for word in ("heim:word", SECRET)]
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return [path.name for path in files if any(word in path.read_bytes() for word in words)]
+
+
+def test_an_address_is_written_without_it() -> None:
+    web, database = f"http://me:{SECRET}@host:5000/p", f"postgresql://me:{SECRET}@host/db"
+    assert passwords.without(web) == "http://host:5000/p"
+    assert passwords.without(database) == "postgresql://me@host/db"
+    assert passwords.credentials(web) == ("me", "g@heim:word")
+    assert passwords.hidden(f"failed: {web} and {database}.") == (
+        "failed: http://me:***@host:5000/p and postgresql://me:***@host/db."
+    )
+    for address in ("http://host:5000", "sqlite:////a/b@c:d.db", "sqlite:///rel.db", "a:b@c", "http://h/a:b@c"):
+        assert passwords.without(address) == address and passwords.credentials(address) is None
+    assert "heim" not in in_a_line(RuntimeError(f"API request to {web}/api failed"))
+
+
+def test_in_a_configuration_it_is_refused(compose) -> None:
+    with pytest.raises(schema.ConfigError) as caught:
+        schema.check(compose("logger=mlflow", f'logger.mlflow.tracking_uri="http://me:{SECRET}@h"'))
+    said = str(caught.value)
+    assert "logger.mlflow.tracking_uri = 'http://me:***@h'" in said and "MLFLOW_TRACKING_PASSWORD" in said
+
+
+def test_a_command_that_has_one_leaves_nothing_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hydra would have saved it before the run is refused."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert cli.main(["train", f'logger.mlflow.tracking_uri="http://me:{SECRET}@h"', "hydra.run.dir=run"]) == 2
+    (tmp_path / "conf" / "logger").mkdir(parents=True)
+    block = f"_target_: lightning_rlhf.reporting.RLMLFlowLogger\nrun_dir: x\ntracking_uri: http://me:{SECRET}@h\n"
+    (tmp_path / "conf" / "logger" / "ours.yaml").write_text(block, encoding="utf-8")
+    assert cli.main(["train", "--config-dir", "conf", "logger=ours", "hydra.run.dir=run"]) == 2
+    printed = capsys.readouterr()
+    assert "heim" not in printed.out + printed.err and printed.err.count("MLFLOW_TRACKING_USERNAME") == 2
+    assert found_in(tmp_path) == ["ours.yaml"], "the user's own"
+
+
+def test_from_the_environment_it_arrives_and_is_written_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server that sees who asks, and refuses; a run that goes on has the password from the environment again."""
+    shown: list[str | None] = []
+
+    class Refusing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            shown.append(self.headers.get("Authorization"))
+            self.send_response(503)
+            self.end_headers()
+
+        do_POST = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Refusing)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    place = f"127.0.0.1:{server.server_port}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:{SECRET}@{place}")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    expected = "Basic " + base64.b64encode(b"me:g@heim:word").decode()
+    try:
+        for resume_from in (None, tmp_path):
+            shown.clear()
+            monkeypatch.delenv("MLFLOW_TRACKING_PASSWORD", raising=False)
+            logger = RLMLFlowLogger(tmp_path, resume_from=resume_from, flush_timeout=20, retry_seconds=100)
+            logger.log_metrics({"reward/mean": 0.5}, 1)
+            assert not logger.flush()
+            assert set(shown) == {expected}
+            logger.log_failure(RuntimeError("x"))
+            logger.flush()  # no attempt of its own is under way when the server ends
+            lines = [logger.ui_command, *logger.closing_lines()]
+            assert logger.ui_command == f"http://{place}" and "heim" not in "".join(lines) + caplog.text
+    finally:
+        server.shutdown()
+        server.server_close()
+    record = RunRecord.read(tmp_path)
+    assert record is not None and record.tracking_uri == f"http://{place}"
+    assert found_in(tmp_path) == [] and "does not take what is logged" in caplog.text
+    assert os.environ["MLFLOW_TRACKING_PASSWORD"] == "g@heim:word"
