@@ -67,9 +67,18 @@ def test_callbacks_cannot_be_imported_twice():
 
 
 def test_pre_commit_and_ci_run_the_same_tools():
-    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"][0]["hooks"]
+    def tools(commands: list[str]) -> list[str]:
+        """Without options, and without the dot that stands for every file."""
+        return [re.sub(r" (--\S+|\.)(?= |$)", "", command) for command in commands]
+
+    repos = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
+    hooks = [hook["entry"] for repo in repos for hook in repo["hooks"]]
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    assert [hook["entry"] for hook in hooks][-1] in makefile
+    recipe = re.search(r"^lint:.*\n((?:\t.*\n)+)", makefile, flags=re.MULTILINE)
+    linted = [line.strip().removeprefix("$(BIN)/") for line in recipe[1].splitlines()]
+    assert tools(linted) == tools(hooks) and len(hooks) == 3
+    assert all("--fix" not in command for command in linted) and "ruff format --check ." in linted, "it only looks"
+    assert re.search(r"^make lint$", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
