@@ -1,6 +1,6 @@
 """Mutation testing: change one operator, constant or statement of a module and see whether its tests notice.
 
-    python benchmarks/mutants.py --out mutants.csv                       # every module, 40 mutants each; an hour or more
+    python benchmarks/mutants.py --out mutants.csv                       # every module, 40 mutants each; hours
     python benchmarks/mutants.py --out mutants.csv --modules functional/kl.py callbacks --samples 20 --seed 2
     python benchmarks/mutants.py --out mutants.csv --again               # survivors once more, after new tests
     python benchmarks/mutants.py --out mutants.csv --table               # figures of each module, no run
@@ -45,19 +45,8 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-OWN = (
-    "lightning_rlhf",
-    "tests",
-    "test_",
-    "conftest",
-    "_pytest",
-    "pytest",
-    "xdist",
-    "hypothesis",
-    "__main__",
-    "_hypothesis",
-)
-"""What begins so is imported by each mutant anew: it may have the changed module in it, or belong to one run of pytest."""
+OWN = ("lightning_rlhf", "tests", "test_", "conftest", "pytest", "_pytest", "hypothesis", "xdist", "__main__")
+"""What begins so is imported anew by each fork: the changed module may be in it, or it belongs to one run of pytest."""
 COLUMNS = ("module", "line", "mutant", "outcome", "test", "seconds")
 
 TESTS: dict[str, tuple[str, ...]] = {
@@ -124,7 +113,7 @@ UNSEEN = (ast.JoinedStr, ast.Raise, ast.Assert, ast.Import, ast.ImportFrom)
 """Texts, and what has no operator of ours."""
 
 
-def places(node: ast.AST, *, typed: bool = False) -> Iterator[ast.AST]:
+def places(node: ast.AST) -> Iterator[ast.AST]:
     """Nodes that run, in order of the source: neither annotations nor texts."""
     if isinstance(node, UNSEEN):
         return
@@ -150,7 +139,7 @@ def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
         yield "operator", changed
     elif isinstance(node, ast.BoolOp):
         yield "and/or", ast.BoolOp(ast.Or() if isinstance(node.op, ast.And) else ast.And(), node.values)
-    elif isinstance(node, ast.UnaryOp):
+    elif isinstance(node, ast.UnaryOp) and not _is_dimension(node):
         yield "sign or not", node.operand
     elif isinstance(node, ast.Constant) and isinstance(node.value, (bool, int, float)):
         value = not node.value if isinstance(node.value, bool) else node.value + 1
@@ -179,6 +168,11 @@ def _of_call(node: ast.Call) -> Iterator[tuple[str, ast.AST]]:
 
 def _is_none(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value is None
+
+
+def _is_dimension(node: ast.UnaryOp) -> bool:
+    """``-1``, the last dimension: of two, it is 1 as well. The constant in it makes a mutant of its own."""
+    return isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant) and node.operand.value == 1
 
 
 def _is_type(node: ast.AST) -> bool:
