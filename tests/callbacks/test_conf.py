@@ -12,7 +12,8 @@ import yaml
 from lightning_rlhf import callbacks, schema
 from lightning_rlhf.assembly import make, make_trainer
 from lightning_rlhf.callbacks import CalibrationError, RLHFCallback
-from tests.support import fit, tiny_module
+from tests.callbacks.simulated import behaviour
+from tests.support import Recorder, fit, tiny_module
 
 CONF = Path(__file__).resolve().parents[2] / "conf" / "callbacks"
 
@@ -65,13 +66,54 @@ def test_every_callback_has_a_file() -> None:
     assert shipped <= built
 
 
+BESIDE: dict[str, dict[str, Any]] = {
+    "adaptive_kl.kp": {"ki": 0.0},
+    "adaptive_kl.horizon": {"mode": "proportional"},
+    "adaptive_kl.minimum": {"target": 10.0},
+    "kl_guard.soft": {"target": 0.04},
+    "kl_guard.token_penalty": {"token_limit": 0.5},
+    "oom_guard.min_new_tokens": {"high": 0.2, "low": 0.1},
+    **{f"efficiency_stop.{key}": {"window": 2} for key in CHANGES["efficiency_stop"]},
+}
+"""What else is set so that a key has something to do."""
+
+
+@pytest.fixture(scope="module")
+def scored() -> Any:
+    """Experience of one small rollout, for all simulated runs."""
+    recorder = Recorder()
+    fit(tiny_module(iterations=1, update={"epochs": 1, "minibatch_size": 16}), [recorder])
+    return recorder.of("on_experience_ready")[0][0]
+
+
 @pytest.mark.parametrize("name", CHANGES)
-def test_every_key_changes_what_is_built(name: str) -> None:
-    keys = {key for key in block(name) if key != "_target_"}
-    assert keys == set(CHANGES[name])
-    for key, value in CHANGES[name].items():
-        before, after = make(block(name)), make({**block(name), key: value})
-        assert json.dumps(vars(before), default=repr) != json.dumps(vars(after), default=repr), key
+def test_every_key_is_in_the_table_of_changes(name: str) -> None:
+    assert {key for key in block(name) if key != "_target_"} == set(CHANGES[name])
+
+
+@pytest.mark.parametrize("key", [f"{name}.{key}" for name, keys in CHANGES.items() for key in keys])
+def test_every_key_changes_what_is_done(key: str, scored: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a simulated run; a value that is stored and read by nothing changes nothing."""
+    name, _, own = key.partition(".")
+    before = block(name) | BESIDE.get(key, {})
+    seen = []
+    for number, settings in enumerate((before, before | {own: CHANGES[name][own]})):
+        (tmp_path / str(number)).mkdir()
+        seen.append(behaviour(make(settings), scored, tmp_path / str(number), monkeypatch))
+    assert seen[0] != seen[1]
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_simulated_run_is_the_same_each_time(
+    name: str, scored: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a difference is one of the settings."""
+    first, second = (tmp_path / "first", tmp_path / "second")
+    seen = []
+    for folder in (first, second):
+        folder.mkdir()
+        seen.append(behaviour(make(block(name)), scored, folder, monkeypatch))
+    assert seen[0] == seen[1]
 
 
 @pytest.mark.parametrize("name", CHANGES)
