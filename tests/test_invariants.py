@@ -47,7 +47,7 @@ def test_the_first_ratio_is_one(kind: str, temperature: float) -> None:
 
 
 def test_engine_and_trainer_agree_after_every_update() -> None:
-    """Invariant 8: log-probabilities of the engine are those of the weights it was just given."""
+    """Log-probabilities of the engine are those of the weights it was just given."""
     recorder = Recorder()
     fit(tiny_module(iterations=3, temperature=0.8), [recorder])
     for experience, _ in recorder.of("on_experience_ready"):

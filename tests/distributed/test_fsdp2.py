@@ -65,7 +65,7 @@ def test_gradients_are_those_of_one_process(gradients: list[dict[str, Any]], nam
 
 @pytest.mark.slow
 def test_norm_and_clipping_are_of_all_shards(gradients: list[dict[str, Any]]) -> None:
-    found = [rank["B64"] for rank in gradients[1:]]
+    found = [rank["small clip"] for rank in gradients[1:]]
     assert [entry["norm"] for entry in found] == [5.0, 5.0]
     assert [entry["clipped"] for entry in found] == pytest.approx([0.6, 0.8], rel=1e-5)
 

@@ -120,7 +120,7 @@ def test_value_loss_matches_the_reference(case: dict[str, Any], dtype: torch.dty
     [(-1, 0.5, 0.8, 0), (-1, 2, 2, 2), (1, 0.5, -0.5, -0.5), (1, 2, -1.2, 0)],
 )
 def test_the_clip_is_the_minimum_of_products(advantage: float, ratio: float, loss: float, gradient: float) -> None:
-    """B30: not of ratios, and the lower bound is 1 - epsilon."""
+    """Not of ratios, and the lower bound is 1 - epsilon."""
     logprobs = torch.tensor([[math.log(ratio)]], requires_grad=True)
     result = ppo_policy_loss(logprobs, torch.zeros(1, 1), torch.full((1, 1), float(advantage)), torch.ones(1, 1))
     result.loss.backward()
@@ -131,7 +131,7 @@ def test_the_clip_is_the_minimum_of_products(advantage: float, ratio: float, los
 
 
 def test_clip_fraction_and_kl_are_means_over_valid_tokens() -> None:
-    """B32: ``clipped`` counts active clips (1/3); two of three ratios lie outside the band."""
+    """``clipped`` counts active clips (1/3); two of three ratios lie outside the band."""
     logprobs, mask = torch.tensor([[1.5, 0.5, 1.0, 9.0]]).log(), torch.tensor([[True, True, True, False]])
     old = torch.zeros_like(logprobs)
     result = ppo_policy_loss(logprobs, old, torch.tensor([[1.0, 1.0, -1.0, 1.0]]), mask)
@@ -143,14 +143,14 @@ def test_clip_fraction_and_kl_are_means_over_valid_tokens() -> None:
 
 
 def test_micro_batches_add_up() -> None:
-    """B48: one token with loss 4 and three with 0, cut 1 + 3, are 1.0; the mean of micro-batch means is 2.0."""
+    """One token with loss 4 and three with 0, cut 1 + 3, are 1.0; the mean of micro-batch means is 2.0."""
     loss, mask = torch.tensor([[4.0, 0, 0], [0, 0, 0]]), torch.tensor([[1, 0, 0], [1, 1, 1]])
     parts = [aggregate(loss[i : i + 1], mask[i : i + 1], "token-mean", tokens=4.0) for i in range(2)]
     assert torch.stack(parts).sum().item() == aggregate(loss, mask, "token-mean").item() == 1.0
 
 
 def test_the_numerator_is_masked() -> None:
-    """B50."""
+    """Losses of padding, however large, reach neither the mean nor the gradient."""
     loss = torch.tensor([[2.0, 50.0], [4.0, -10.0]], requires_grad=True)
     result = aggregate(loss, torch.tensor([[1, 0], [1, 0]]), "token-mean")
     result.backward()
@@ -160,7 +160,7 @@ def test_the_numerator_is_masked() -> None:
 
 
 def test_constants_carry_no_gradient() -> None:
-    """B40: old log-probs, advantages, weights, old values and targets are constants."""
+    """Old log-probs, advantages, weights, old values and targets are constants."""
     logprobs, old, advantages, weights = (torch.full((1, 2), x, requires_grad=True) for x in (-0.5, -0.6, 1.0, 2.0))
     mask = torch.ones(1, 2)
     result = ppo_policy_loss(logprobs, old, advantages, mask, weights=weights)
@@ -200,7 +200,7 @@ def test_the_horizon_replaces_the_padded_width() -> None:
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("mode", MODES)
 def test_gradient_does_not_depend_on_the_cut(mode: Aggregation, level: Any, as_tensor: bool) -> None:
-    """Invariant 2: 1, 2 and 4 micro-batches of unequal rows, each without its padding columns."""
+    """1, 2 and 4 micro-batches of unequal rows, each without its padding columns."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor([7, 1, 4, 0, 2, 7, 3, 5])
     mask = torch.arange(7) < lengths.unsqueeze(1)

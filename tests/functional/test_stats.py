@@ -47,7 +47,7 @@ def test_whitening_matches_the_references(case: dict[str, Any], dtype: torch.dty
 
 
 def test_averages_leave_placeholders_out() -> None:
-    """B21: an entropy estimate of 1.5 (0.25 with the placeholder +1 in it)."""
+    """An entropy estimate of 1.5 (0.25 with the placeholder +1 in it)."""
     logprobs, mask = torch.tensor([[-1.0, -2.0, 1.0, 1.0]]), torch.tensor([[1, 1, 0, 0]])
     assert masked_mean(-logprobs, mask).item() == 1.5
     assert masked_sum(-logprobs, mask).item() == 3.0
@@ -55,14 +55,14 @@ def test_averages_leave_placeholders_out() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_whitening_without_a_spread_is_zero(dtype: torch.dtype) -> None:
-    """B26."""
+    """One element, equal ones, and none: 0 and not NaN."""
     assert whiten(torch.tensor([3.7], dtype=dtype), torch.tensor([1])).item() == 0.0
     assert whiten(torch.full((7,), 0.35, dtype=dtype), torch.ones(7)).abs().max() == 0.0
     assert whiten(torch.tensor([1.0, math.nan], dtype=dtype), torch.zeros(2)).tolist() == [0.0, 0.0]
 
 
 def test_whitening_is_unbiased() -> None:
-    """B26, with n - 1."""
+    """The variance is divided by n - 1."""
     expected = torch.tensor([-0.707107, 0.707107])
     torch.testing.assert_close(whiten(torch.tensor([1.0, 3.0]), torch.ones(2)), expected, rtol=1e-6, atol=1e-6)
 
