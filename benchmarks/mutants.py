@@ -293,13 +293,8 @@ def forked(
                 _in_child(name, tree, tests, _Order(seconds, longest), answer)
             finally:
                 os._exit(3)  # no clean-up of what belongs to the parent
-        began = time.monotonic()
-        while os.waitpid(child, os.WNOHANG)[0] == 0:
-            if time.monotonic() - began > limit:
-                os.killpg(child, signal.SIGKILL)
-                os.waitpid(child, 0)
-                return "killed", "too slow", {}
-            time.sleep(0.02)
+        if not _ended(child, limit):
+            return "killed", "too slow", {}
         if not answer.is_file():
             return "killed", "the process died", {}
         code, failed, libraries, *times = answer.read_text(encoding="utf-8").splitlines()
@@ -308,6 +303,20 @@ def forked(
                 importlib.import_module(library)
         measured = {nodeid: float(took) for took, _, nodeid in (line.partition(" ") for line in times)}
         return ("survived" if code == "0" else "killed"), failed, measured
+
+
+def _ended(child: int, limit: float) -> bool:
+    """Wait for a fork; one that takes longer, or is waited for no more (Ctrl-C), is ended with all it started."""
+    began, ended = time.monotonic(), False
+    try:
+        while time.monotonic() - began < limit and not ended:
+            ended = os.waitpid(child, os.WNOHANG)[0] != 0
+            time.sleep(0 if ended else 0.02)
+    finally:
+        if not ended:
+            os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    return ended
 
 
 def _in_child(name: str, tree: ast.Module | None, tests: Sequence[str], order: _Order, answer: Path) -> None:

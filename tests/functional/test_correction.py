@@ -16,7 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_rlhf.functional.correction import Correction, Plan, WeightLevel, correct, log_ratio, storage_error
+from lightning_rlhf.functional.correction import (
+    Correction,
+    Plan,
+    WeightLevel,
+    bounded_weights,
+    correct,
+    log_ratio,
+    storage_error,
+)
 from lightning_rlhf.functional.losses import ppo_policy_loss, reinforce_policy_loss
 from lightning_rlhf.functional.rejection import RULES, parse_rules
 from lightning_rlhf.metrics.correction import CorrectionMetrics
@@ -208,6 +216,9 @@ def test_masked_weights_are_zero_outside_the_band() -> None:
     assert found.keep.all(), "masking a weight rejects nothing: the token stays in the denominator"
     lower = weights_for([[math.log(0.4), math.log(0.6)]], level="token", mode="mask", floor=0.3)
     torch.testing.assert_close(lower.weights, torch.tensor([[0.4, 0.6]], dtype=torch.float64))
+    edges = torch.tensor([[0.25, 4.0]])
+    assert bounded_weights(edges, Plan(level="token", mode="mask", cap=4.0)).tolist() == edges.tolist(), "bounds stay"
+    assert bounded_weights(edges, Plan(level="token", mode="mask", cap=4.0, floor=0.26)).tolist() == [[0.0, 4.0]]
 
 
 def test_normalised_weights_are_over_accepted_tokens_and_capped_again() -> None:

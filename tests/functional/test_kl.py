@@ -200,6 +200,10 @@ def test_controller_refuses_what_it_would_divide_by(setting: dict[str, float], m
         proportional_kl_update(0.1, 6.0, **{"target": 6.0, "horizon": 100.0, "steps": 8.0, **setting})
 
 
+def test_no_steps_change_nothing() -> None:
+    assert proportional_kl_update(0.1, 12.0, target=6, horizon=10, steps=0) == 0.1
+
+
 def test_nothing_measured_changes_nothing() -> None:
     assert proportional_kl_update(0.1, math.nan, target=6, horizon=10, steps=8) == 0.1
 

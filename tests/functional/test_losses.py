@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_rlhf.functional.kl import kl_estimate
-from lightning_rlhf.functional.losses import Aggregation, aggregate, ppo_policy_loss, value_loss
+from lightning_rlhf.functional.losses import (
+    Aggregation,
+    aggregate,
+    ppo_policy_loss,
+    reinforce_policy_loss,
+    value_loss,
+)
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "ppo_losses.json").read_text())["cases"]
 MODES = get_args(Aggregation)
@@ -338,6 +344,7 @@ def test_without_a_clip_the_value_loss_is_the_squared_error() -> None:
     [
         ({"clip_low": -0.2}, "clip_low = -0.2"),
         ({"clip_low": 1.0}, "clip_low = 1.0"),
+        ({"clip_low": 0.0}, "clip_low = 0.0"),
         ({"clip_high": 0.0}, "clip_high = 0.0"),
         ({"dual_clip": 1.0}, "dual_clip = 1.0"),
         ({"ratio_level": "row"}, "'row'.*token, sequence"),
@@ -349,6 +356,33 @@ def test_settings_out_of_range_are_refused(setting: dict[str, Any], message: str
     ones = torch.ones(1, 2)
     with pytest.raises(ValueError, match=message):
         ppo_policy_loss(ones, ones, ones, ones, **setting)
+
+
+def test_reinforce_is_the_weighted_log_probability_and_reports_the_ratio_to_the_engine() -> None:
+    """-(1 x 2 x -1 + -3 x 0.5 x -2) / 2 = -0.5; the ratio to the engine is exp(-1 + 1.5) and exp(-2 + 1)."""
+    logprobs = torch.tensor([[-1.0, -2.0, math.nan]], dtype=torch.float64, requires_grad=True)
+    rollout = torch.tensor([[-1.5, -1.0, math.nan]], dtype=torch.float64)
+    advantages, weights = torch.tensor([[1.0, -3.0, 7.0]]).double(), torch.tensor([[2.0, 0.5, 7.0]]).double()
+    mask = torch.tensor([[True, True, False]])
+    result = reinforce_policy_loss(logprobs, rollout, advantages, mask, weights=weights)
+    result.loss.backward()
+    assert result.loss.item() == pytest.approx(-0.5, rel=1e-12)
+    assert logprobs.grad is not None and logprobs.grad.tolist() == [[-1.0, 0.75, 0.0]]
+    assert result.ratio[0].tolist() == pytest.approx([math.exp(0.5), math.exp(-1.0), 1.0], rel=1e-12)
+    assert not result.clipped.any() and not result.clipped_lower.any()
+    far = reinforce_policy_loss(logprobs.detach(), rollout + torch.tensor([-100.0, 100.0, 0.0]), advantages, mask)
+    assert far.ratio[0].tolist() == pytest.approx([math.exp(20.0), math.exp(-20.0), 1.0], rel=1e-12)
+    with pytest.raises(ValueError, match=r"weights \[1, 1\], mask \[1, 3\]"):
+        reinforce_policy_loss(logprobs, rollout, advantages, mask, weights=torch.ones(1, 1))
+
+
+def test_dual_clip_bounds_the_loss_of_negative_advantages_alone() -> None:
+    """Ratio 5, dual clip 3: -A r = 5 becomes 3 for A = -1; -1.2 stays for A = 1, where the upper clip acts."""
+    logprobs = torch.full((1, 3), math.log(5.0), dtype=torch.float64)
+    advantages = torch.tensor([[-1.0, 1.0, 0.0]], dtype=torch.float64)
+    found = ppo_policy_loss(logprobs, torch.zeros_like(logprobs), advantages, torch.ones(1, 3), dual_clip=3.0)
+    assert found.clipped_lower.tolist() == [[True, False, False]] and found.clipped.tolist() == [[False, True, False]]
+    assert found.loss.item() == pytest.approx((3.0 - 1.2) / 3, rel=1e-12)
 
 
 def test_shapes_that_would_broadcast_are_refused() -> None:
