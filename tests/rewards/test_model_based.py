@@ -141,7 +141,7 @@ def test_the_score_is_the_same_alone_and_in_a_batch(save, name, side):
 
 
 @pytest.mark.parametrize("name", ["llama", "head of its own, pooling by padding id"])
-def test_b81_padding_token_equal_to_eos_changes_nothing(save, name):
+def test_padding_token_equal_to_eos_changes_nothing(save, name):
     """The conversation ends with EOS; a search for padding would stop before it."""
     torch.manual_seed(0)
     model, tokenizer = MODELS[name](), toy_tokenizer(template=TEMPLATE)
@@ -159,7 +159,7 @@ def test_b81_padding_token_equal_to_eos_changes_nothing(save, name):
         assert scores[1][0].item() == pytest.approx(by_hand(equal, ids), abs=1e-5)
 
 
-def test_b81_reward_model_sees_its_own_ids(save):
+def test_reward_model_sees_its_own_ids(save):
     swapped = CHARACTERS[::-1]
     path = save(llama(), toy_tokenizer(swapped))
     model = RewardModel(path)
