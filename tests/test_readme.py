@@ -10,11 +10,16 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from lightning_rlhf import schema
 from lightning_rlhf.accelerators import npu
+from lightning_rlhf.experience import MiniBatch
+from lightning_rlhf.functional.losses import PolicyLoss
+from lightning_rlhf.module import PPOModule
 from lightning_rlhf.rewards import RewardBatch
-from tests.support import even_digits, fit, tiny_module
+from tests.support import fit, tiny_module
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -95,19 +100,31 @@ def test_the_examples_of_the_docs_run() -> None:
 
 
 def test_the_unclipped_example_is_the_surrogate_objective() -> None:
-    """Within the clip range it trains as PPO does."""
-    from tests.support import weights
+    """Within the clip range its loss and gradient are those of PPO, beyond it the plain ratio's."""
+    seen: dict[str, list[tuple[float, float, float]]] = {"within": [], "beyond": []}
+    parts: Any = install_parts()
 
-    parts = install_parts()
+    class Compared(parts.UnclippedModule):
+        def policy_loss(self, minibatch: MiniBatch, logprobs: Tensor) -> PolicyLoss:
+            away = torch.linspace(-1.0, 1.0, logprobs.numel()).reshape(logprobs.shape)
+            for place, size in (("within", 0.1), ("beyond", 2.0)):
+                moved = (minibatch.old_logprobs + size * away).requires_grad_()
+                losses = [cls.policy_loss(self, minibatch, moved).loss for cls in (parts.UnclippedModule, PPOModule)]
+                mine, theirs = (torch.autograd.grad(loss, moved)[0] for loss in losses)
+                ratio = torch.exp(size * away)
+                plain = -(ratio * minibatch.advantages * minibatch.loss_mask).sum() / minibatch.loss_mask.sum()
+                assert losses[0].item() == pytest.approx(plain.item(), rel=1e-5)
+                seen[place].append((losses[0].item(), losses[1].item(), float((mine - theirs).abs().max())))
+            return super().policy_loss(minibatch, logprobs)
+
     try:
-        runs = []
-        for cls in (parts.UnclippedModule, parts.PPOModule):
-            module = tiny_module(cls=cls, iterations=1, reward=even_digits, actor={"lr": 1e-5})
-            fit(module)
-            runs.append(weights(module))
-        assert all((runs[0][name] - runs[1][name]).abs().max() < 1e-6 for name in runs[0])
+        fit(tiny_module(cls=Compared, iterations=1, update={"epochs": 1, "minibatch_size": 8}))
     finally:
         del sys.modules["my_parts"]
+    assert len(seen["within"]) == len(seen["beyond"]) == 2
+    for mine, theirs, apart in seen["within"]:
+        assert abs(mine) > 1e-3 and mine == pytest.approx(theirs, rel=1e-5) and apart < 1e-7
+    assert all(mine != pytest.approx(theirs, rel=1e-2) and apart > 1e-3 for mine, theirs, apart in seen["beyond"])
 
 
 def test_a_reward_batch_is_what_the_docs_say() -> None:

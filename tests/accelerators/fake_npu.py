@@ -73,11 +73,30 @@ class Checked:
 
 
 class GradScaler(torch.amp.GradScaler):
-    """What torch-npu's scaler does differently: a fused optimiser is handed itself, which PyTorch's does not take."""
+    """What torch-npu's scaler does differently: a fused optimiser is handed itself, which PyTorch's does not take.
+
+    Every call has to fit the real scaler's signatures, and is counted.
+    """
+
+    device = "npu"
+    """Where it scales; a test that computes on the CPU says so."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         SCALER["__init__"].bind(*args, **kwargs)
-        super().__init__("npu", *args, **kwargs)
+        super().__init__(self.device, *args, **kwargs)
+        self.calls: Counter[str] = Counter()
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name not in SCALER or name == "__init__":
+            return found
+
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            SCALER[name].bind(*args, **kwargs)
+            self.calls[name] += 1
+            return found(*args, **kwargs)
+
+        return checked
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         if getattr(optimizer, "_step_supports_amp_scaling", False):

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 
-from tests.accelerators.fake_npu import FUNCTIONS, OPERATORS, SCALER, SIGNATURES, fake_torch_npu_module
+from lightning_rlhf.accelerators.npu import NPUMixedPrecision
+from tests.accelerators.fake_npu import FUNCTIONS, OPERATORS, SIGNATURES, GradScaler, fake_torch_npu_module
+from tests.support import Recorder, fit, tiny_module
 
 PACKAGE = Path(__file__).resolve().parents[2] / "lightning_rlhf"
 OWNERS = {"_npu": FUNCTIONS, "module_of": FUNCTIONS, "_operators": OPERATORS}
@@ -68,12 +71,27 @@ def test_nothing_else_reaches_for_torch_npu() -> None:
                 assert not any(name.split(".")[0] == "torch_npu" for name in names), path
 
 
-def test_the_scaler_takes_what_the_update_loop_and_lightning_ask_of_it() -> None:
-    SCALER["update"].bind(1024.0)
-    SCALER["update"].bind()
-    SCALER["unscale_"].bind("optimizer")
-    SCALER["step"].bind("optimizer")
-    SCALER["__init__"].bind()
+class OnTheCPU(NPUMixedPrecision):
+    """The precision of NPUs with a scaler that is handed in, computing on the CPU."""
+
+    def __init__(self, scaler: GradScaler) -> None:
+        MixedPrecision.__init__(self, "16-mixed", "cpu", scaler=scaler)
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+def test_fake_scaler_takes_what_the_update_loop_and_lightning_ask_of_it(
+    monkeypatch: pytest.MonkeyPatch, overflow: bool
+) -> None:
+    """A run in float16 on the CPU: every call of the scaler fits the real one, that after an overflow included."""
+    monkeypatch.setattr(GradScaler, "device", "cpu")
+    scaler, recorder = GradScaler(init_scale=2.0**60 if overflow else 2.0**4), Recorder()
+    module = tiny_module(iterations=1, update={"epochs": 1, "minibatch_size": 8})
+    fit(module, [recorder], plugins=[OnTheCPU(scaler)])
+    assert [stats.stepped for stats in recorder.of("on_minibatch_end")] == [not overflow] * 2
+    assert scaler.calls["scale"] == 2 and scaler.calls["step"] == (0 if overflow else 2)
+    assert scaler.calls["update"] == 2 and scaler.get_scale() == (2.0**58 if overflow else 2.0**4)
+    with pytest.raises(TypeError, match="grow"):
+        scaler.update(grow=2.0)  # what a call that does not fit would do
     assert SIGNATURES["grad_scaler"]["bases"] == ["BaseGradScaler"], "get_scale and get_backoff_factor are inherited"
     assert {"get_scale", "get_backoff_factor"} <= set(dir(torch.amp.GradScaler))
 

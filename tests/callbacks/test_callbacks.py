@@ -11,15 +11,21 @@ import pytest
 
 from lightning_rlhf.callbacks import GradientMonitor, KLEarlyStop, SamplesTable
 from lightning_rlhf.events import EpochStats
-from tests.support import fit, minibatch_stats, tiny_module, tiny_policy
+from tests.support import Recorder, fit, minibatch_stats, tiny_module, tiny_policy
 
 
 def test_callbacks_work_together_and_with_any_policy(tmp_path: Path) -> None:
     for policy in (tiny_policy(critic="none", reference="none"), tiny_policy(critic="shared")):
         blocks: dict[str, Any] = {} if policy.critic else {"advantage": {"estimator": "rloo"}}
         module = tiny_module(policy=policy, iterations=2, **blocks)
-        fit(module, [GradientMonitor(), KLEarlyStop(hard_limit=5.0), SamplesTable()], folder=tmp_path)
+        monitor, recorder, folder = GradientMonitor(), Recorder(), tmp_path / f"critic_{policy.critic is not None}"
+        brake = KLEarlyStop(1e-9, hard_limit=5.0, per_minibatch=True)
+        fit(module, [monitor, brake, SamplesTable(every_n_iterations=1), recorder], folder=folder)
         assert module.control.iteration == 2
+        assert monitor.steps == len(recorder.of("on_minibatch_end")) and monitor.norms["actor"] > 0
+        assert set(monitor.norms) == ({"actor", "critic"} if policy.critic else {"actor"})
+        assert [stats.steps_skipped for stats in recorder.of("on_update_end")] == [1, 1], "the second is over the limit"
+        assert len(list((folder / "samples").iterdir())) == 2
 
 
 def test_epoch_stats_are_weighted_by_tokens() -> None:

@@ -19,13 +19,15 @@ NARROW: dict[str, Any] = {
 
 def test_the_epoch_over_the_limit_is_the_last_and_how_many_each_batch_got_is_logged() -> None:
     recorder, log = Recorder(), DecisionLog()
-    trainer = fit(tiny_module(iterations=2, **NARROW), [ClipFractionBreak(limit=0.2), recorder], logger=log)
-    epochs = recorder.of("on_ppo_epoch_end")
-    assert all(s.clip_fraction <= 0.2 for s in epochs if s.epoch == 0 and s is not epochs[-1]) or len(epochs) < 8
+    trainer = fit(tiny_module(iterations=2, **NARROW), [ClipFractionBreak(limit=0.5), recorder], logger=log)
     used = [stats.epochs_used for stats in recorder.of("on_update_end")]
     assert all(count < 4 for count in used) and trainer.callback_metrics["ppo/epochs_used"] == used[-1]
+    for iteration, count in enumerate(used, start=1):
+        *within, last = [stats for stats in recorder.of("on_ppo_epoch_end") if stats.iteration == iteration]
+        assert last.epoch == count - 1 and last.clip_fraction > 0.5
+        assert within and all(stats.clip_fraction <= 0.5 for stats in within), "an epoch under the limit ends nothing"
     assert [iteration for iteration, _ in log.of("stop_epochs")] == [1, 2]
-    assert all("over 0.2 in epoch" in reason for _, reason in log.of("stop_epochs"))
+    assert all("over 0.5 in epoch" in reason for _, reason in log.of("stop_epochs"))
 
 
 def test_without_it_every_epoch_is_used() -> None:

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_rlhf import callbacks, schema
+from lightning_rlhf import callbacks, memory, schema
 from lightning_rlhf.assembly import make, make_trainer
 from lightning_rlhf.callbacks import CalibrationError, RLHFCallback
-from tests.support import fit, tiny_module
+from tests.callbacks.simulated import behaviour
+from tests.support import DecisionLog, Recorder, fit, tiny_module
 
 CONF = Path(__file__).resolve().parents[2] / "conf" / "callbacks"
 
@@ -65,13 +66,54 @@ def test_every_callback_has_a_file() -> None:
     assert shipped <= built
 
 
+BESIDE: dict[str, dict[str, Any]] = {
+    "adaptive_kl.kp": {"ki": 0.0},
+    "adaptive_kl.horizon": {"mode": "proportional"},
+    "adaptive_kl.minimum": {"target": 10.0},
+    "kl_guard.soft": {"target": 0.04},
+    "kl_guard.token_penalty": {"token_limit": 0.5},
+    "oom_guard.min_new_tokens": {"high": 0.2, "low": 0.1},
+    **{f"efficiency_stop.{key}": {"window": 2} for key in CHANGES["efficiency_stop"]},
+}
+"""What else is set so that a key has something to do."""
+
+
+@pytest.fixture(scope="module")
+def scored() -> Any:
+    """Experience of one small rollout, for all simulated runs."""
+    recorder = Recorder()
+    fit(tiny_module(iterations=1, update={"epochs": 1, "minibatch_size": 16}), [recorder])
+    return recorder.of("on_experience_ready")[0][0]
+
+
 @pytest.mark.parametrize("name", CHANGES)
-def test_every_key_changes_what_is_built(name: str) -> None:
-    keys = {key for key in block(name) if key != "_target_"}
-    assert keys == set(CHANGES[name])
-    for key, value in CHANGES[name].items():
-        before, after = make(block(name)), make({**block(name), key: value})
-        assert json.dumps(vars(before), default=repr) != json.dumps(vars(after), default=repr), key
+def test_every_key_is_in_the_table_of_changes(name: str) -> None:
+    assert {key for key in block(name) if key != "_target_"} == set(CHANGES[name])
+
+
+@pytest.mark.parametrize("key", [f"{name}.{key}" for name, keys in CHANGES.items() for key in keys])
+def test_every_key_changes_what_is_done(key: str, scored: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a simulated run; a value that is stored and read by nothing changes nothing."""
+    name, _, own = key.partition(".")
+    before = block(name) | BESIDE.get(key, {})
+    seen = []
+    for number, settings in enumerate((before, before | {own: CHANGES[name][own]})):
+        (tmp_path / str(number)).mkdir()
+        seen.append(behaviour(make(settings), scored, tmp_path / str(number), monkeypatch))
+    assert seen[0] != seen[1]
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_simulated_run_is_the_same_each_time(
+    name: str, scored: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a difference is one of the settings."""
+    first, second = (tmp_path / "first", tmp_path / "second")
+    seen = []
+    for folder in (first, second):
+        folder.mkdir()
+        seen.append(behaviour(make(block(name)), scored, folder, monkeypatch))
+    assert seen[0] == seen[1]
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -87,8 +129,20 @@ def test_groups_hold_what_they_say(compose: Any, group: str) -> None:
     assert set(config["callbacks"] or {}) == GROUPS[group]
     built: list[Any] = make_trainer(config).callbacks  # type: ignore[attr-defined]
     names = [type(callback).__name__ for callback in built]
+    every = {class_of(name): name for name in {*CHANGES, *GROUPS["default"]}}
+    assert {every[name] for name in names if name in every} == GROUPS[group], "each block is built"
+    for callback in built:
+        name = every.get(type(callback).__name__, "checkpoint")
+        if name != "checkpoint":  # which gets the folder of the run
+            alone = make(config["callbacks"][name])
+            assert json.dumps(vars(callback), default=repr) == json.dumps(vars(alone), default=repr), "by its own block"
+    assert ("LRBackoff" in names) == ("lr_backoff" in GROUPS[group])
     if "LRBackoff" in names:
         assert names.index("LRBackoff") > max(names.index(n) for n in ("KLEarlyStop", "KLGuard", "ClipFractionBreak"))
+
+
+def class_of(name: str) -> str:
+    return block(name)["_target_"].rpartition(".")[2]
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -98,11 +152,46 @@ def test_each_alone_and_beside_a_group(compose: Any, name: str) -> None:
     assert set(both) == GROUPS["minimal"] | {name}
 
 
+ACTING: dict[str, dict[str, Any]] = {
+    "clip_fraction_break": {"limit": 1e-6},
+    "kl_early_stop": {"target": 1e-9},
+    "length_curriculum": {"start": 2},
+    "lr_backoff": {"patience": 1},
+    "oom_guard": {"min_new_tokens": 1, "high": 0.85},
+    "template": {"score": 1e-6, "patience": 100},
+    "calibrate": {"every": 1},
+    **{name: {} for name in ("adaptive_kl", "advantage_vanish", "alp_figures", "efficiency_stop", "kl_guard")},
+    **{name: {} for name in ("gradient_monitor", "samples_table")},
+}
+"""Settings by which each callback does something in a short run."""
+
+
 @pytest.mark.parametrize("reverse", [False, True])
-def test_all_of_them_in_one_run_in_any_order(tmp_path: Path, reverse: bool) -> None:
-    every = [make(block(name)) for name in CHANGES if name != "length_curriculum"]
-    every += [make({**block("length_curriculum"), "start": 2})]
-    every += [make(block(name)) for name in ("kl_early_stop", "gradient_monitor", "samples_table")]
-    module = tiny_module(iterations=3, kl={"coefficient": 0.1}, alp={})
-    fit(module, every[::-1] if reverse else every, folder=tmp_path)
+def test_all_of_them_in_one_run_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reverse: bool) -> None:
+    """Each does its part, whoever is asked before it."""
+    assert set(ACTING) == set(CHANGES) | GROUPS["default"] - {"checkpoint"}
+    monkeypatch.setattr(memory, "peak_memory_share", lambda device: 0.99)
+    own = {name: make(block(name) | settings) for name, settings in ACTING.items()}
+    recorder, log = Recorder(), DecisionLog()
+    narrow = {"clip_low": 1e-6, "clip_high": 1e-6}
+    module = tiny_module(iterations=3, kl={"coefficient": 0.1}, alp={}, loss=narrow)
+    ordered = list(own.values())[::-1] if reverse else list(own.values())
+    trainer = fit(module, [*ordered, recorder], folder=tmp_path, logger=log)
     assert module.control.iteration == 3
+    samples = [stats for _, stats in recorder.of("on_experience_ready")]
+    assert [row[0] for row in own["adaptive_kl"].history] == [1, 2, 3]
+    assert own["efficiency_stop"].scores == [stats.score_mean for stats in samples]
+    assert own["advantage_vanish"].sizes == [stats.advantage_raw_abs_mean for stats in samples]
+    assert own["alp_figures"].iterations == [1, 2, 3] and own["template"].solved == 3
+    assert own["kl_guard"].progress.seen == 3
+    assert own["gradient_monitor"].steps == sum(stats.finite for stats in recorder.of("on_minibatch_end"))
+    assert {"grad_norm/actor_average", "calibrate/logprob_abs_diff_mean"} <= trainer.callback_metrics.keys()
+    reasons = " ".join(reason for _, reason in log.of("stop_epochs"))
+    assert "kl/old" in reasons and "clip fraction" in reasons
+    assert log.of("lower_learning_rate") and module.control.value("lr_scale") < 1
+    assert [iteration for iteration, _ in log.of("shorten_responses")] == [1, 2, 3][: len(log.of("shorten_responses"))]
+    assert own["oom_guard"].length_share < 1
+    assert samples[0].response_length_mean <= 2, "the curriculum's first length"
+    pictures = {path.name for path in (tmp_path / "figures").iterdir()}
+    assert {"adaptive_kl.png", "alp_sigma_000003.png"} <= pictures
+    assert (tmp_path / "samples" / "iteration_000001.jsonl").is_file()

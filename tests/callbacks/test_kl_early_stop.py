@@ -69,7 +69,7 @@ def test_without_rollback_the_hard_limit_only_ends_the_epochs() -> None:
 
 def test_patience_stops_the_run_and_is_kept_in_checkpoints() -> None:
     module = tiny_module(iterations=6, **FAST)
-    with pytest.raises(TrainingFailed):
+    with pytest.raises(TrainingFailed, match=r"iteration 2: kl/old over 1\.5 x 0\.0001 in 2 iterations in a row"):
         fit(module, [KLEarlyStop(target=1e-4, patience=2)])
     assert module.control.iteration == 2 and "2 iterations in a row" in (module.control.training_stopped or "")
     callback, resumed = KLEarlyStop(target=0.02, patience=3), KLEarlyStop(target=0.02, patience=3)

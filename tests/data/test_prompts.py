@@ -48,13 +48,13 @@ def test_rewards_read_messages_under_the_same_key():
 
 
 @pytest.mark.parametrize("prompt", [user("12+34"), "12+34=", "<s>12+34="], ids=["chat", "raw", "raw with BOS in it"])
-def test_b08_exactly_one_bos_at_the_beginning(prompt):
+def test_exactly_one_bos_at_the_beginning(prompt):
     encoded = encode_one(PromptEncoder(toy_tokenizer()), prompt)
     assert encoded.ids.count(1) == 1
     assert encoded.ids[0] == 1
 
 
-def test_b08_chat_text_is_tokenised_as_rendered():
+def test_chat_text_is_tokenised_as_rendered():
     tokenizer = toy_tokenizer()
     encoded = encode_one(PromptEncoder(tokenizer), user("hi"))
     assert encoded.text == "<s>[user:hi][assistant:"

@@ -193,7 +193,7 @@ def numbers(rank: int, experience: dict[str, dict[str, Any]]) -> dict[str, Any]:
     for name, settings in GRADIENTS.items():
         strategy = FSDP2Strategy(timeout_seconds=60, **settings.get("strategy", {}))
         found[name] = gradients_of(name, experience[name], strategy, 2)
-    found["B64"] = small_clip(init_device_mesh("cpu", (2,)))
+    found["small clip"] = small_clip(init_device_mesh("cpu", (2,)))
     found["failed saves"] = failed_saves(Path.cwd() / "saves")
     return found
 

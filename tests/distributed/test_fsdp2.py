@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -64,7 +65,7 @@ def test_gradients_are_those_of_one_process(gradients: list[dict[str, Any]], nam
 
 @pytest.mark.slow
 def test_norm_and_clipping_are_of_all_shards(gradients: list[dict[str, Any]]) -> None:
-    found = [rank["B64"] for rank in gradients[1:]]
+    found = [rank["small clip"] for rank in gradients[1:]]
     assert [entry["norm"] for entry in found] == [5.0, 5.0]
     assert [entry["clipped"] for entry in found] == pytest.approx([0.6, 0.8], rel=1e-5)
 
@@ -226,4 +227,7 @@ def test_export_and_eval_of_a_folder(runs: Path, tmp_path: Path) -> None:
     }
     assert_same(plain, trained)
     numbers = evaluate_checkpoint(str(runs / "whole"))
-    assert 0 <= numbers["eval/exact_match"] <= 1
+    with (runs / "whole" / "metrics" / "metrics.csv").open(encoding="utf-8", newline="") as file:
+        logged = [row for row in csv.DictReader(file) if row["eval/exact_match"]][-1]
+    assert {"eval/exact_match", "eval/reward_mean", "eval/response_length_mean"} <= numbers.keys()
+    assert numbers == pytest.approx({name: float(logged[name]) for name in numbers}, rel=1e-6), "as two ranks found"

@@ -52,7 +52,7 @@ def close(actual: Tensor, expected: Any, mask: Tensor) -> None:
 
 
 def test_the_score_lies_on_the_last_valid_token() -> None:
-    """B11."""
+    """Also where the row is padded; that of a row without a valid token is lost."""
     mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]])
     rewards = token_rewards(torch.tensor([5.0, 7.0, 9.0]), mask)
     assert rewards.tolist() == [[0, 0, 5, 0, 0], [0, 0, 0, 0, 7], [0, 0, 0, 0, 0]]
@@ -61,7 +61,7 @@ def test_the_score_lies_on_the_last_valid_token() -> None:
 
 
 def test_masked_tokens_carry_no_penalty() -> None:
-    """B13: the KL of the masked token must not reach the return of the first one (0.2 instead of 0.4)."""
+    """The KL of the masked token must not reach the return of the first one (0.2 instead of 0.4)."""
     mask, kl = torch.tensor([[1, 0, 1]]), torch.tensor([[2.0, 4.0, 6.0]])
     rewards = token_rewards(torch.tensor([3.0]), mask, kl, 0.1)
     torch.testing.assert_close(rewards, torch.tensor([[-0.2, 0.0, 2.4]]))
@@ -97,7 +97,7 @@ def test_gae_matches_the_reference(case: dict[str, Any], junk: float | None) -> 
 @pytest.mark.parametrize("junk", [7.0, math.nan, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_values_on_padding_bootstrap_nothing(junk: float, dtype: torch.dtype) -> None:
-    """B22: [1.922, 1.58, 1.2] if they leak."""
+    """[1.922, 1.58, 1.2] if they leak."""
     rewards = torch.tensor([[0.0, 0.0, 2.0, junk]], dtype=dtype)
     values = torch.tensor([[0.5, 1.0, 1.5, junk]], dtype=dtype)
     advantages, returns = gae(rewards, values, torch.tensor([[1, 1, 1, 0]]), gamma=1.0, lam=0.9)
@@ -112,7 +112,7 @@ def test_values_on_padding_bootstrap_nothing(junk: float, dtype: torch.dtype) ->
 def test_truncated_rows_are_valued_by_the_state_after_them(
     gamma: float, lam: float, truncated: list[float], ended: list[float]
 ) -> None:
-    """B24; the bootstrap belongs to the last valid token, wherever the padding begins."""
+    """The bootstrap belongs to the last valid token, wherever the padding begins."""
     rewards, values = torch.tensor([[0.0, 1.0]]).repeat(2, 1), torch.full((2, 2), 0.5)
     expected = torch.tensor([truncated, ended])
     for padding in (0, 3):

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_rlhf.functional.correction import Correction, Plan, WeightLevel, correct, storage_error
+from lightning_rlhf.functional.correction import Correction, Plan, WeightLevel, bounded_weights, correct, storage_error
 from lightning_rlhf.functional.log_ratio import log_ratio
 from lightning_rlhf.functional.losses import ppo_policy_loss, reinforce_policy_loss
 from lightning_rlhf.functional.rejection import RULES, parse_rules
@@ -209,6 +209,9 @@ def test_masked_weights_are_zero_outside_the_band() -> None:
     assert found.keep.all(), "masking a weight rejects nothing: the token stays in the denominator"
     lower = weights_for([[math.log(0.4), math.log(0.6)]], level="token", mode="mask", floor=0.3)
     torch.testing.assert_close(lower.weights, torch.tensor([[0.4, 0.6]], dtype=torch.float64))
+    edges = torch.tensor([[0.25, 4.0]])
+    assert bounded_weights(edges, Plan(level="token", mode="mask", cap=4.0)).tolist() == edges.tolist(), "bounds stay"
+    assert bounded_weights(edges, Plan(level="token", mode="mask", cap=4.0, floor=0.26)).tolist() == [[0.0, 4.0]]
 
 
 def test_normalised_weights_are_over_accepted_tokens_and_capped_again() -> None:
@@ -232,7 +235,7 @@ def test_normalised_row_weights_count_each_row_once() -> None:
     ("rows", "product", "mean"), [(4, 1.040811, 1.010050), (200, 7.389056, 1.010050)], ids=["4", "200"]
 )
 def test_product_and_geometric_mean_run_over_valid_tokens(rows: int, product: float, mean: float) -> None:
-    """B44."""
+    """Padding with a log-ratio of 5 is in neither, however long the row."""
     ratios, mask = [[0.01] * rows + [5.0] * 6], [[1] * rows + [0] * 6]
     for level, expected in (("sequence", product), ("geometric", mean)):
         found = weights_for(ratios, mask, level=level, cap=100.0)
@@ -241,7 +244,7 @@ def test_product_and_geometric_mean_run_over_valid_tokens(rows: int, product: fl
 
 
 def test_the_weight_carries_no_gradient() -> None:
-    """B40: p 0.4, engine 0.2, A 1, loss -w A log p: the derivative in log p is -2; a leaky weight would give -0.167."""
+    """p 0.4, engine 0.2, A 1, loss -w A log p: the derivative in log p is -2; a leaky weight would give -0.167."""
     logprobs = torch.tensor([[math.log(0.4)]], dtype=torch.float64, requires_grad=True)
     rollout, one = torch.tensor([[math.log(0.2)]], dtype=torch.float64), torch.ones(1, 1, dtype=torch.float64)
     found = correct(logprobs, rollout, one.bool(), Plan(level="token", cap=3.0))
@@ -252,7 +255,7 @@ def test_the_weight_carries_no_gradient() -> None:
 
 @pytest.mark.parametrize("padding", [False, True])
 def test_an_overflowing_ratio_that_is_rejected_leaves_no_trace(padding: bool) -> None:
-    """B42: log-ratios 0 and 200, band [0.5, 5], A 1, current = old: loss -1, gradient [-1, 0], all finite."""
+    """Log-ratios 0 and 200, band [0.5, 5], A 1, current = old: loss -1, gradient [-1, 0], all finite."""
     old = torch.tensor([[-1.0, -1.0]])
     rollout = torch.tensor([[-1.0, -201.0]])
     mask = torch.tensor([[True, not padding]])
@@ -268,7 +271,7 @@ def test_an_overflowing_ratio_that_is_rejected_leaves_no_trace(padding: bool) ->
 
 
 def test_temperature_acts_on_logits_and_cannot_be_undone_on_a_log_probability() -> None:
-    """B36: logits [2, 0], temperature 0.5. Scored under it on both sides the ratio is 1; against raw ones it is not."""
+    """Logits [2, 0], temperature 0.5. Scored under it on both sides the ratio is 1; against raw ones it is not."""
     logits = torch.tensor([2.0, 0.0])
     scored = (logits / 0.5).log_softmax(-1)
     torch.testing.assert_close(scored, torch.tensor([-0.018150, -4.018150]), atol=1e-5, rtol=0)
@@ -280,7 +283,7 @@ def test_temperature_acts_on_logits_and_cannot_be_undone_on_a_log_probability() 
 
 
 def test_truncated_sampling_lowers_every_ratio_by_the_mass_kept() -> None:
-    """B38: p (0.5, 0.3, 0.2), top-k 2: 0.8 for both tokens; 1 after scoring on the same support."""
+    """p (0.5, 0.3, 0.2), top-k 2: 0.8 for both tokens; 1 after scoring on the same support."""
     trainer = torch.tensor([[0.5, 0.3]]).log()
     engine = torch.tensor([[0.625, 0.375]]).log()
     mask = torch.ones(1, 2, dtype=torch.bool)

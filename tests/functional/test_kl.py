@@ -63,7 +63,7 @@ def test_k1_is_refused_as_a_loss_term() -> None:
 
 
 def test_direction_is_policy_against_reference() -> None:
-    """B15: exact KL 0.082283, not 0.087177; k1 and k3 have it as their mean under the policy."""
+    """Exact KL 0.082283, not 0.087177; k1 and k3 have it as their mean under the policy."""
     policy, reference = torch.tensor([0.7, 0.3], dtype=torch.float64), torch.tensor([0.5, 0.5], dtype=torch.float64)
     for kind in ("k1", "k3"):
         mean = (policy * kl_estimate(policy.log(), reference.log(), kind)).sum()
@@ -74,7 +74,7 @@ def test_direction_is_policy_against_reference() -> None:
 
 @pytest.mark.parametrize(("kind", "expected"), [("k1", 0.5), ("k2", 0.125), ("k3", 0.106531), ("abs", 0.5)])
 def test_estimators_of_one_token(kind: KLEstimator, expected: float) -> None:
-    """B15: the metric and the penalty are one value."""
+    """The metric and the penalty are one value."""
     kl = kl_estimate(torch.tensor([[-1.0]]), torch.tensor([[-1.5]]), kind)
     assert kl.item() == pytest.approx(expected, abs=1e-6)
     penalty = token_rewards(torch.zeros(1), torch.ones(1, 1), kl, 0.2)
@@ -179,7 +179,7 @@ def test_penalty_and_controller_together_follow_the_reference() -> None:
     ("kl", "expected"), [(12, 0.100512), (3, 0.099488), (6.6, 0.100256), (6, 0.1), (math.inf, 0.100512)]
 )
 def test_controller_arithmetic(kl: float, expected: float) -> None:
-    """B17."""
+    """0.1 x (1 + error x 256 / 10000), the relative error clipped to +-0.2."""
     assert proportional_kl_update(0.1, kl, target=6, horizon=10_000, steps=256) == pytest.approx(expected, rel=1e-9)
 
 
@@ -195,9 +195,13 @@ def test_controller_arithmetic(kl: float, expected: float) -> None:
     ],
 )
 def test_controller_refuses_what_it_would_divide_by(setting: dict[str, float], message: str) -> None:
-    """B17."""
+    """Target and horizon that are not above 0 or not finite, and a negative number of steps."""
     with pytest.raises(ValueError, match=message):
         proportional_kl_update(0.1, 6.0, **{"target": 6.0, "horizon": 100.0, "steps": 8.0, **setting})
+
+
+def test_no_steps_change_nothing() -> None:
+    assert proportional_kl_update(0.1, 12.0, target=6, horizon=10, steps=0) == 0.1
 
 
 def test_nothing_measured_changes_nothing() -> None:

@@ -178,6 +178,14 @@ def test_labels_of_any_integer_dtype(tile: int, dtype: torch.dtype) -> None:
     assert_all_close(gradients(score, {**inputs, "labels": inputs["labels"].to(dtype)}), expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 2.0, 0.5])
+def test_temperature_divides_logits(temperature: float) -> None:
+    inputs = problem()
+    found = gradients(score, inputs, temperature=temperature, entropy="gradient")
+    expected = gradients(straightforward, inputs, temperature=temperature)
+    assert_all_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
 # --- gradients ---------------------------------------------------------------------------------------------------
 
 

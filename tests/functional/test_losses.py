@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_rlhf.functional.kl import kl_estimate
-from lightning_rlhf.functional.losses import Aggregation, aggregate, ppo_policy_loss, value_loss
+from lightning_rlhf.functional.losses import (
+    Aggregation,
+    aggregate,
+    ppo_policy_loss,
+    reinforce_policy_loss,
+    value_loss,
+)
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "ppo_losses.json").read_text())["cases"]
 MODES = get_args(Aggregation)
@@ -120,7 +126,7 @@ def test_value_loss_matches_the_reference(case: dict[str, Any], dtype: torch.dty
     [(-1, 0.5, 0.8, 0), (-1, 2, 2, 2), (1, 0.5, -0.5, -0.5), (1, 2, -1.2, 0)],
 )
 def test_the_clip_is_the_minimum_of_products(advantage: float, ratio: float, loss: float, gradient: float) -> None:
-    """B30: not of ratios, and the lower bound is 1 - epsilon."""
+    """Not of ratios, and the lower bound is 1 - epsilon."""
     logprobs = torch.tensor([[math.log(ratio)]], requires_grad=True)
     result = ppo_policy_loss(logprobs, torch.zeros(1, 1), torch.full((1, 1), float(advantage)), torch.ones(1, 1))
     result.loss.backward()
@@ -131,7 +137,7 @@ def test_the_clip_is_the_minimum_of_products(advantage: float, ratio: float, los
 
 
 def test_clip_fraction_and_kl_are_means_over_valid_tokens() -> None:
-    """B32: ``clipped`` counts active clips (1/3); two of three ratios lie outside the band."""
+    """``clipped`` counts active clips (1/3); two of three ratios lie outside the band."""
     logprobs, mask = torch.tensor([[1.5, 0.5, 1.0, 9.0]]).log(), torch.tensor([[True, True, True, False]])
     old = torch.zeros_like(logprobs)
     result = ppo_policy_loss(logprobs, old, torch.tensor([[1.0, 1.0, -1.0, 1.0]]), mask)
@@ -143,14 +149,14 @@ def test_clip_fraction_and_kl_are_means_over_valid_tokens() -> None:
 
 
 def test_micro_batches_add_up() -> None:
-    """B48: one token with loss 4 and three with 0, cut 1 + 3, are 1.0; the mean of micro-batch means is 2.0."""
+    """One token with loss 4 and three with 0, cut 1 + 3, are 1.0; the mean of micro-batch means is 2.0."""
     loss, mask = torch.tensor([[4.0, 0, 0], [0, 0, 0]]), torch.tensor([[1, 0, 0], [1, 1, 1]])
     parts = [aggregate(loss[i : i + 1], mask[i : i + 1], "token-mean", tokens=4.0) for i in range(2)]
     assert torch.stack(parts).sum().item() == aggregate(loss, mask, "token-mean").item() == 1.0
 
 
 def test_the_numerator_is_masked() -> None:
-    """B50."""
+    """Losses of padding, however large, reach neither the mean nor the gradient."""
     loss = torch.tensor([[2.0, 50.0], [4.0, -10.0]], requires_grad=True)
     result = aggregate(loss, torch.tensor([[1, 0], [1, 0]]), "token-mean")
     result.backward()
@@ -160,7 +166,7 @@ def test_the_numerator_is_masked() -> None:
 
 
 def test_constants_carry_no_gradient() -> None:
-    """B40: old log-probs, advantages, weights, old values and targets are constants."""
+    """Old log-probs, advantages, weights, old values and targets are constants."""
     logprobs, old, advantages, weights = (torch.full((1, 2), x, requires_grad=True) for x in (-0.5, -0.6, 1.0, 2.0))
     mask = torch.ones(1, 2)
     result = ppo_policy_loss(logprobs, old, advantages, mask, weights=weights)
@@ -200,7 +206,7 @@ def test_the_horizon_replaces_the_padded_width() -> None:
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("mode", MODES)
 def test_gradient_does_not_depend_on_the_cut(mode: Aggregation, level: Any, as_tensor: bool) -> None:
-    """Invariant 2: 1, 2 and 4 micro-batches of unequal rows, each without its padding columns."""
+    """1, 2 and 4 micro-batches of unequal rows, each without its padding columns."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor([7, 1, 4, 0, 2, 7, 3, 5])
     mask = torch.arange(7) < lengths.unsqueeze(1)
@@ -338,6 +344,7 @@ def test_without_a_clip_the_value_loss_is_the_squared_error() -> None:
     [
         ({"clip_low": -0.2}, "clip_low = -0.2"),
         ({"clip_low": 1.0}, "clip_low = 1.0"),
+        ({"clip_low": 0.0}, "clip_low = 0.0"),
         ({"clip_high": 0.0}, "clip_high = 0.0"),
         ({"dual_clip": 1.0}, "dual_clip = 1.0"),
         ({"ratio_level": "row"}, "'row'.*token, sequence"),
@@ -349,6 +356,33 @@ def test_settings_out_of_range_are_refused(setting: dict[str, Any], message: str
     ones = torch.ones(1, 2)
     with pytest.raises(ValueError, match=message):
         ppo_policy_loss(ones, ones, ones, ones, **setting)
+
+
+def test_reinforce_is_the_weighted_log_probability_and_reports_the_ratio_to_the_engine() -> None:
+    """-(1 x 2 x -1 + -3 x 0.5 x -2) / 2 = -0.5; the ratio to the engine is exp(-1 + 1.5) and exp(-2 + 1)."""
+    logprobs = torch.tensor([[-1.0, -2.0, math.nan]], dtype=torch.float64, requires_grad=True)
+    rollout = torch.tensor([[-1.5, -1.0, math.nan]], dtype=torch.float64)
+    advantages, weights = torch.tensor([[1.0, -3.0, 7.0]]).double(), torch.tensor([[2.0, 0.5, 7.0]]).double()
+    mask = torch.tensor([[True, True, False]])
+    result = reinforce_policy_loss(logprobs, rollout, advantages, mask, weights=weights)
+    result.loss.backward()
+    assert result.loss.item() == pytest.approx(-0.5, rel=1e-12)
+    assert logprobs.grad is not None and logprobs.grad.tolist() == [[-1.0, 0.75, 0.0]]
+    assert result.ratio[0].tolist() == pytest.approx([math.exp(0.5), math.exp(-1.0), 1.0], rel=1e-12)
+    assert not result.clipped.any() and not result.clipped_lower.any()
+    far = reinforce_policy_loss(logprobs.detach(), rollout + torch.tensor([-100.0, 100.0, 0.0]), advantages, mask)
+    assert far.ratio[0].tolist() == pytest.approx([math.exp(20.0), math.exp(-20.0), 1.0], rel=1e-12)
+    with pytest.raises(ValueError, match=r"weights \[1, 1\], mask \[1, 3\]"):
+        reinforce_policy_loss(logprobs, rollout, advantages, mask, weights=torch.ones(1, 1))
+
+
+def test_dual_clip_bounds_the_loss_of_negative_advantages_alone() -> None:
+    """Ratio 5, dual clip 3: -A r = 5 becomes 3 for A = -1; -1.2 stays for A = 1, where the upper clip acts."""
+    logprobs = torch.full((1, 3), math.log(5.0), dtype=torch.float64)
+    advantages = torch.tensor([[-1.0, 1.0, 0.0]], dtype=torch.float64)
+    found = ppo_policy_loss(logprobs, torch.zeros_like(logprobs), advantages, torch.ones(1, 3), dual_clip=3.0)
+    assert found.clipped_lower.tolist() == [[True, False, False]] and found.clipped.tolist() == [[False, True, False]]
+    assert found.loss.item() == pytest.approx((3.0 - 1.2) / 3, rel=1e-12)
 
 
 def test_shapes_that_would_broadcast_are_refused() -> None:

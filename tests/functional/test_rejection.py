@@ -71,8 +71,34 @@ def test_one_bound_is_shared_and_the_default_lower_bound_is_the_reciprocal() -> 
 
 
 def test_a_scaled_band_is_wider_in_log_space() -> None:
-    assert Rule("token", 2.0, 0.5).scaled(2.0) == Rule("token", 4.0, 0.25)
-    assert Rule("seq_max_k3", 0.3).scaled(2.0) == Rule("seq_max_k3", 0.6)
+    assert Rule("token", 2.0, 0.5).scaled(3.0) == Rule("token", 8.0, 0.125)
+    assert Rule("seq_max_k3", 0.5).scaled(3.0) == Rule("seq_max_k3", 1.5)
+
+
+def test_what_a_rule_is_taken_over() -> None:
+    rows = {name for name in RULES if Rule(name, 2.0).per_row}
+    assert rows == set(RULES) - {"token", "token_k1", "token_k2", "token_k3"}
+
+
+def test_log_ratios_beyond_the_clamp_are_as_far_off_as_those_at_it() -> None:
+    """A bound of e^20 or more lets every ratio pass, and a divergence is that of a log-ratio of 20."""
+    far = math.exp(20.0) * (1 + 1e-9)
+    gap = torch.tensor([[100.0, -100.0, 0.0]], dtype=torch.float64)
+    for rule, bound in (("token", far), ("sequence", far), ("geometric", far), ("seq_max_k2", 200.0)):
+        for row in (gap, -gap, gap.abs(), -gap.abs()):
+            plan = Plan(rules=parse_rules(rule, bound))
+            found = correct(row, torch.zeros_like(row), torch.ones_like(row).bool(), plan)
+            assert found.keep.all(), (rule, row)
+    over = Plan(rules=parse_rules("seq_max_k2", 200.0 - 1e-9))
+    assert not correct(gap, torch.zeros_like(gap), torch.ones_like(gap).bool(), over).keep.any()
+
+
+@pytest.mark.parametrize("rule", sorted(RULES))
+def test_rows_without_a_column_are_taken(rule: str) -> None:
+    none = torch.zeros(3, 0)
+    found = correct(none, none, none.bool(), Plan(rules=parse_rules(rule, 2.0)))
+    assert found.keep.shape == (3, 0)
+    assert found.passed[0].shape == ((3, 0) if rule.startswith("token") else (3, 1))
 
 
 @pytest.mark.parametrize(
@@ -101,3 +127,5 @@ def test_what_is_refused(names: Any, threshold: Any, lower: Any, part: str, said
     with pytest.raises(RuleError, match=said) as caught:
         parse_rules(names, threshold, lower)
     assert caught.value.part == part
+    error = caught.value
+    assert str(error) == f"{part} = {error.value!r} is not allowed: {error.allowed}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from lightning_rlhf.functional.schedules import learning_rate_factor
+from lightning_rlhf.functional.schedules import Schedule, learning_rate_factor
 
 
 def test_linear_decay_is_half_at_half_and_zero_at_the_end() -> None:
@@ -29,3 +31,16 @@ def test_cosine_and_the_floor() -> None:
     assert learning_rate_factor(5, step=1, total=10, schedule="cosine") == pytest.approx(0.5)
     assert learning_rate_factor(2.5, step=1, total=10, schedule="cosine") == pytest.approx(0.853553, abs=1e-6)
     assert learning_rate_factor(10, step=1, total=10, schedule="cosine", final=0.1) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(("schedule", "share"), [("linear", 0.75), ("cosine", 0.5 * (1 + math.cos(math.pi / 4)))])
+def test_the_floor_is_mixed_with_what_is_left(schedule: Schedule, share: float) -> None:
+    """A quarter of the decay is done: 0.1 + 0.9 x share."""
+    found = learning_rate_factor(4.0, step=0.5, total=10, warmup=2, schedule=schedule, final=0.1)
+    assert found == pytest.approx(0.1 + 0.9 * share, rel=1e-12)
+
+
+def test_a_warmup_as_long_as_the_run_ends_in_the_decayed_rate() -> None:
+    assert learning_rate_factor(9.5, step=0.25, total=10, warmup=10) == pytest.approx(0.975)
+    assert learning_rate_factor(10.0, step=0.25, total=10, warmup=10, schedule="linear") == 1.0
+    assert learning_rate_factor(10.25, step=0.25, total=10, warmup=10, schedule="linear", final=0.2) == 0.2

@@ -14,12 +14,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_rlhf.functional.stats import (
+    SUM_ROUNDING,
     all_reduce_max,
     all_reduce_sum,
+    deviation_of_sums,
     explained_variance,
     masked_mean,
     masked_moments,
     masked_sum,
+    standardise,
     whiten,
 )
 from lightning_rlhf.metrics.moments import RunningMoments
@@ -47,7 +50,7 @@ def test_whitening_matches_the_references(case: dict[str, Any], dtype: torch.dty
 
 
 def test_averages_leave_placeholders_out() -> None:
-    """B21: an entropy estimate of 1.5 (0.25 with the placeholder +1 in it)."""
+    """An entropy estimate of 1.5 (0.25 with the placeholder +1 in it)."""
     logprobs, mask = torch.tensor([[-1.0, -2.0, 1.0, 1.0]]), torch.tensor([[1, 1, 0, 0]])
     assert masked_mean(-logprobs, mask).item() == 1.5
     assert masked_sum(-logprobs, mask).item() == 3.0
@@ -55,14 +58,14 @@ def test_averages_leave_placeholders_out() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_whitening_without_a_spread_is_zero(dtype: torch.dtype) -> None:
-    """B26."""
+    """One element, equal ones, and none: 0 and not NaN."""
     assert whiten(torch.tensor([3.7], dtype=dtype), torch.tensor([1])).item() == 0.0
     assert whiten(torch.full((7,), 0.35, dtype=dtype), torch.ones(7)).abs().max() == 0.0
     assert whiten(torch.tensor([1.0, math.nan], dtype=dtype), torch.zeros(2)).tolist() == [0.0, 0.0]
 
 
 def test_whitening_is_unbiased() -> None:
-    """B26, with n - 1."""
+    """The variance is divided by n - 1."""
     expected = torch.tensor([-0.707107, 0.707107])
     torch.testing.assert_close(whiten(torch.tensor([1.0, 3.0]), torch.ones(2)), expected, rtol=1e-6, atol=1e-6)
 
@@ -220,3 +223,29 @@ def test_without_ranks_a_reduction_is_the_tensor_itself() -> None:
     x = torch.ones(2)
     assert all_reduce_sum(x) is x
     assert all_reduce_max(x) is x
+
+
+@pytest.mark.parametrize(("unbiased", "expected"), [(True, 5 / 3), (False, 1.25)])
+def test_deviation_of_sums(unbiased: bool, expected: float) -> None:
+    """1, 2, 3, 4: sum 10, squares 30, squared deviations 5."""
+    assert deviation_of_sums(10.0, 30.0, 4.0, unbiased=unbiased) == pytest.approx(math.sqrt(expected), rel=1e-12)
+    assert deviation_of_sums(2.0, 5.0, 1.0) == pytest.approx(1.0), "one element divides by 1"
+    assert deviation_of_sums(10.0, 30.0, 4.0) == deviation_of_sums(10.0, 30.0, 4.0, unbiased=True)
+
+
+def test_what_float64_left_over_is_no_deviation() -> None:
+    """A share of 8 units in the last place of the squares is rounding, a bit more is a spread."""
+    eps = torch.finfo(torch.float64).eps
+    assert 8 * eps == SUM_ROUNDING
+    total, count = 4.0, 4.0  # of ones: squares 4, and a few units more
+    assert deviation_of_sums(total, 4.0 * (1 + 8 * eps), count) == 0.0
+    assert deviation_of_sums(total, 4.0 * (1 + 10 * eps), count) == pytest.approx(math.sqrt(40 * eps / 3), rel=1e-6)
+    assert math.isnan(deviation_of_sums(math.nan, 4.0, 4.0))
+    assert deviation_of_sums(0.0, math.inf, 4.0) == math.inf
+
+
+def test_standardise_adds_its_epsilon_to_the_variance() -> None:
+    """Variance 1e-8 beside the default of 1e-8: half a deviation becomes 0.5 / sqrt(2)."""
+    x = torch.tensor([-1e-4, 1e-4], dtype=torch.float64) / math.sqrt(2)
+    found = standardise(x, masked_moments(x, torch.ones(2)))
+    assert found.tolist() == pytest.approx([-0.5, 0.5], rel=1e-9)

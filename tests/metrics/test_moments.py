@@ -26,7 +26,7 @@ def numbers(moments: RunningMoments) -> tuple[float, float, float]:
 
 
 def test_batches_of_unequal_size() -> None:
-    """B28, with n - 1. Averaged means give 8.5, a count of batches 25.0016."""
+    """The variance is divided by n - 1. Averaged means give 8.5, a count of batches 25.0016."""
     assert numbers(seen([1, 2, 3], [10, 20])) == pytest.approx((5, 7.2, 63.7), rel=1e-12)
 
 

@@ -471,7 +471,7 @@ def test_a_run_of_a_mixture_of_experts() -> None:
     module = alp_module(FREE | {"router": router}, policy=mixtral(), advantage={"estimator": "grpo"})
     before = module.router_perturbation.log_sigma.detach().clone()
     numbers = fit(module).callback_metrics
-    assert numbers["alp/balance_loss"] >= 0 and 0.25 <= numbers["alp/utilisation_max"] <= 1
+    assert numbers["alp/balance_loss"] > 0 and 0.25 < numbers["alp/utilisation_max"] < 0.26, "nearly even, not quite"
     assert numbers["alp/sigma_router_01"] > 0
     assert not torch.equal(module.router_perturbation.log_sigma, before)
     assert not torch.equal(module.router_perturbation.utilisation, torch.full((2, 4), 0.25))

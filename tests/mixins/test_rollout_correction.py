@@ -306,7 +306,7 @@ def test_an_engine_without_log_probabilities_is_refused_at_start() -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_raw_log_probabilities_of_tempered_samples_are_refused(temperature: float) -> None:
-    """B36: at temperature 1 raw and processed are the same."""
+    """At temperature 1 raw and processed are the same."""
 
     class Raw(HFEngine):
         def describe(self) -> dict[str, Any]:
@@ -323,7 +323,7 @@ def test_raw_log_probabilities_of_tempered_samples_are_refused(temperature: floa
 
 @pytest.mark.parametrize(("block", "warned"), [({"rollout_is": "token"}, True), ({}, False)])
 def test_truncated_sampling_with_correction_is_said(block: dict[str, Any], warned: bool) -> None:
-    """B38: never a silent bias."""
+    """Never a silent bias."""
     module = tiny_module(iterations=1, rollout_correction=block)
     module.engine = HFEngine(samples=2, max_new_tokens=6, top_k=2)
     with warnings.catch_warnings(record=True) as caught:

@@ -130,7 +130,7 @@ def test_the_actors_adapter_comes_back_after_an_error(make_lm: Any, batch: Any, 
     gradients = [parameter.requires_grad for parameter in lm.parameters()]
     broken = batch.input_ids.clone()
     broken[0, 0] = 10**6
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match="out of range"):
         policy.reference.logprobs(broken, batch.attention_mask, batch.response_length)
     with pytest.raises(KeyboardInterrupt), active_adapter(lm, None):
         assert all(layer.disable_adapters for layer in lora_layers(lm).values())

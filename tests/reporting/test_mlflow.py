@@ -567,7 +567,7 @@ def test_through_the_trainer(make: Make) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_a_failed_run_says_why_and_a_resumed_one_runs_again(make: Make, tmp_path: Path) -> None:
     first = make()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="loss is"):
         trainer(first).fit(Counting(RuntimeError("loss is\nnot finite")), DATA)
     run = stored(first)
     assert run.info.status == "FAILED" and run.data.tags["failure"] == "RuntimeError: loss is not finite"

@@ -86,14 +86,14 @@ def by_hand(path: str, ids: list[int], label: int = 0) -> float:
     return model.score(model.base_model(torch.tensor([ids])).last_hidden_state[0, -1])[label].item()
 
 
-# --- B81 -------------------------------------------------------------------------------------------------------------
+# --- where the score is read ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("mask", "expected"),
     [([1, 1, 1, 0], 3.0), ([0, 1, 1, 1], 4.0), ([1, 1, 1, 1], 4.0), ([0, 1, 1, 0], 3.0), ([1, 0, 0, 0], 1.0)],
 )
-def test_b81_score_is_the_one_at_the_last_attended_token(mask, expected):
+def test_the_score_is_the_one_at_the_last_attended_token(mask, expected):
     values = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
     for dtype in (torch.bool, torch.long):
         assert last_attended(values, torch.tensor([mask], dtype=dtype)).tolist() == [expected]
@@ -125,7 +125,7 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_b81_score_is_the_same_alone_and_in_a_batch(save, name, side):
+def test_the_score_is_the_same_alone_and_in_a_batch(save, name, side):
     torch.manual_seed(0)
     path = save(MODELS[name](), toy_tokenizer(padding_side=side))
     texts = ["2", "two apples and three pears", "2.", "3", "eleven", "x" * 40]
@@ -141,7 +141,7 @@ def test_b81_score_is_the_same_alone_and_in_a_batch(save, name, side):
 
 
 @pytest.mark.parametrize("name", ["llama", "head of its own, pooling by padding id"])
-def test_b81_padding_token_equal_to_eos_changes_nothing(save, name):
+def test_padding_token_equal_to_eos_changes_nothing(save, name):
     """The conversation ends with EOS; a search for padding would stop before it."""
     torch.manual_seed(0)
     model, tokenizer = MODELS[name](), toy_tokenizer(template=TEMPLATE)
@@ -159,7 +159,7 @@ def test_b81_padding_token_equal_to_eos_changes_nothing(save, name):
         assert scores[1][0].item() == pytest.approx(by_hand(equal, ids), abs=1e-5)
 
 
-def test_b81_reward_model_sees_its_own_ids(save):
+def test_reward_model_sees_its_own_ids(save):
     swapped = CHARACTERS[::-1]
     path = save(llama(), toy_tokenizer(swapped))
     model = RewardModel(path)

@@ -144,7 +144,7 @@ def test_engine_and_trainer_agree_after_each_of_twenty_updates(engine: VLLMEngin
     assert [int(rollout.policy_version[0]) for rollout in rollouts] == list(range(1, 21))
 
 
-def test_b54_no_prefix_of_older_weights_is_used_again(engine: VLLMEngine, lm: Any) -> None:
+def test_no_prefix_of_older_weights_is_used_again(engine: VLLMEngine, lm: Any) -> None:
     long = prompts(list(range(3, 17)) * 3)  # longer than a block of the cache
     draw(engine, asked=long)
     before = copy.deepcopy(lm.state_dict())
@@ -157,7 +157,7 @@ def test_b54_no_prefix_of_older_weights_is_used_again(engine: VLLMEngine, lm: An
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 0.5}, {"temperature": 1.7}])
-def test_b36_log_probabilities_are_those_after_temperature(engine: VLLMEngine, lm: Any, settings: dict) -> None:
+def test_log_probabilities_are_those_after_temperature(engine: VLLMEngine, lm: Any, settings: dict) -> None:
     use(engine, **settings)
     rollout = draw(engine)
     assert gaps(lm, rollout, settings["temperature"]).max() <= 1e-4
@@ -165,7 +165,7 @@ def test_b36_log_probabilities_are_those_after_temperature(engine: VLLMEngine, l
 
 
 @pytest.mark.parametrize("settings", [{"top_k": 3}, {"top_p": 0.6}, {"top_k": 4, "top_p": 0.8, "temperature": 1.3}])
-def test_b38_log_probabilities_are_those_of_the_kept_tokens(engine: VLLMEngine, lm: Any, settings: dict) -> None:
+def test_log_probabilities_are_those_of_the_kept_tokens(engine: VLLMEngine, lm: Any, settings: dict) -> None:
     from lightning_rlhf.rollout.sampling import truncate
 
     use(engine, **settings)
@@ -261,7 +261,7 @@ def test_what_cannot_be_asked(engine: VLLMEngine) -> None:
         draw(engine, tokens=61)
 
 
-def test_b58_training_state_is_untouched_and_generation_may_run_in_another_thread(engine: VLLMEngine, lm: Any) -> None:
+def test_training_state_is_untouched_and_generation_may_run_in_another_thread(engine: VLLMEngine, lm: Any) -> None:
     expected = draw(engine)
     lm.train().gradient_checkpointing_enable()
     found: list[Rollout] = []

@@ -107,7 +107,7 @@ def test_sharded_weights_are_gathered_one_at_a_time() -> None:
 # --- LoRA --------------------------------------------------------------------------------------------------------
 
 
-def test_b56_lora_is_merged_in_float32_cast_once_and_leaves_the_base_alone() -> None:
+def test_lora_is_merged_in_float32_cast_once_and_leaves_the_base_alone() -> None:
     pytest.importorskip("peft")
     lm = lora_model("bfloat16")
     before = {name: parameter.detach().clone() for name, parameter in lm.named_parameters()}

@@ -1,4 +1,4 @@
-"""Invariant 6: a run killed at any moment and resumed equals the run that was never interrupted, bit for bit."""
+"""A run killed at any moment and resumed equals the run that was never interrupted, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,24 +1,32 @@
 """A key that nothing reads is a bug: changing any key of the shipped configuration changes something that can be seen.
 
-``CHANGES`` names, for every leaf key, another value (and what must be set beside it). Keys of callbacks, logger and
-trainer are seen in the object that is built; all others in a real run of two iterations.
+``CHANGES`` names, for every leaf key, another value (and what must be set beside it). Keys of callbacks are
+seen in a simulated run, those of logger and trainer in the object that is built, all others in a real run of two
+iterations.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import json
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import lightning_rlhf
 from lightning_rlhf import schema
 from lightning_rlhf.assembly import assemble, make, make_trainer
 from lightning_rlhf.models import Actor, fingerprint
+from tests.callbacks.simulated import behaviour
+from tests.support import Recorder, fit, tiny_module
+
+PACKAGE = Path(lightning_rlhf.__file__).resolve().parent
 
 BASE = [
     "logger=none",
@@ -296,8 +304,35 @@ def run(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("key", BUILT)
-def test_what_is_built_changes(compose, tmp_path, fresh_store, key):
+SIMULATED = [key for key in BUILT if key.startswith("callbacks.") and "checkpoint" not in key]
+BESIDE = {
+    "callbacks.kl_early_stop.patience": ["callbacks.kl_early_stop.target=0.001"],
+}
+"""What else is set so that a key has something to do in a simulated run."""
+
+
+@pytest.fixture(scope="module")
+def scored() -> Any:
+    """Experience of one small rollout, for all simulated runs."""
+    recorder = Recorder()
+    fit(tiny_module(iterations=1, update={"epochs": 1, "minibatch_size": 16}), [recorder])
+    return recorder.of("on_experience_ready")[0][0]
+
+
+@pytest.mark.parametrize("key", SIMULATED)
+def test_what_a_callback_does_changes(compose, tmp_path, monkeypatch, scored, key):
+    """In a simulated run; a value that is stored and read by nothing changes nothing."""
+    seen = []
+    for name, changes in zip(("before", "after"), overrides(key, BUILT), strict=True):
+        config = schema.check(compose("logger=none", *BESIDE.get(key, []), *changes))
+        (tmp_path / name).mkdir()
+        callback = make(schema.get(config, key.rpartition(".")[0]))
+        seen.append(behaviour(callback, scored, tmp_path / name, monkeypatch))
+    assert seen[0] != seen[1]
+
+
+@pytest.mark.parametrize("key", [key for key in BUILT if key not in SIMULATED])
+def test_what_is_built_changes_and_is_read(compose, tmp_path, fresh_store, key):
     block = key.rpartition(".")[0]
     if block == "logger.mlflow":
         (tmp_path / "mlflow").mkdir()
@@ -306,18 +341,43 @@ def test_what_is_built_changes(compose, tmp_path, fresh_store, key):
     for changes in overrides(key, BUILT):
         config = schema.check(compose(*changes, *(["logger=none"] if block == "trainer" else [])))
         built = make_trainer(config) if block == "trainer" else make(schema.get(config, block))
-        seen.append(visible(built))
-    assert seen[0] != seen[1]
+        seen.append(dict(visible(built)))
+    changed = {path for path in seen[0].keys() | seen[1].keys() if seen[0].get(path) != seen[1].get(path)}
+    assert changed
+    read = names_read()
+    assert block == "trainer" or any(path.rpartition(".")[2] in read for path in changed), f"nothing reads {changed}"
 
 
-def visible(thing: Any) -> str:
-    """The state of an object, those of its parts included, without addresses and random names."""
-    parts = {
-        name: visible(value) if hasattr(value, "__dict__") and type(value).__module__.startswith("lightning") else value
-        for name, value in vars(thing).items()
-        if name not in ("_key", "_mlflow_client", "_courier", "_log", "_files", "trainer", "_trainer")
-    }
-    return re.sub(r" at 0x[0-9a-f]+", "", json.dumps(parts, sort_keys=True, default=repr))
+def visible(thing: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """The state of an object by attribute, those of its parts included, without addresses and random names."""
+    for name, value in vars(thing).items():
+        if name in ("_key", "_mlflow_client", "_courier", "_log", "_files", "trainer", "_trainer"):
+            continue
+        if hasattr(value, "__dict__") and type(value).__module__.startswith("lightning"):
+            yield from visible(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", re.sub(r" at 0x[0-9a-f]+", "", json.dumps(value, sort_keys=True, default=repr))
+
+
+@functools.cache
+def names_read() -> frozenset[str]:
+    """Attributes of ``self`` that the package's checkpoints and loggers read, other than where they are built."""
+    found: set[str] = set()
+    for module in ("checkpoint", "reporting"):
+        for path in [*(PACKAGE / module).rglob("*.py"), *PACKAGE.glob(f"{module}*.py")]:
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            built = [f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and f.name == "__init__"]
+            skipped = {node for function in built for node in ast.walk(function)}
+            found |= {
+                node.attr
+                for node in ast.walk(tree)
+                if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and node not in skipped
+            }
+    return frozenset(found)
+
+
+def test_a_key_that_is_only_stored_is_seen(tmp_path):
+    assert "unheard_of" not in names_read() and "every_n_iterations" in names_read()
 
 
 def test_output_folder_run_name_and_cache_folder(compose, tmp_path):
