@@ -55,6 +55,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "functional/kl.py": ("tests/functional/test_kl.py", "tests/functional/test_edges.py"),
     "functional/logprobs.py": ("tests/functional/test_logprobs.py", "tests/functional/test_logprobs_cost.py"),
     "functional/losses.py": ("tests/functional/test_losses.py", "tests/functional/test_edges.py"),
+    "functional/log_ratio.py": ("tests/functional/test_correction.py",),
     "functional/rejection.py": ("tests/functional/test_rejection.py", "tests/functional/test_correction.py"),
     "functional/schedules.py": ("tests/functional/test_schedules.py",),
     "functional/stats.py": ("tests/functional/test_stats.py", "tests/functional/test_edges.py"),
@@ -65,7 +66,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "mixins/alp_comparison.py": ("tests/mixins/test_alp.py",),
     "mixins/alp_schedule.py": ("tests/mixins/test_alp.py", "tests/mixins/test_alp_keys.py"),
     "mixins/alp_settings.py": ("tests/mixins/test_alp.py", "tests/mixins/test_alp_keys.py"),
-    "mixins/correction_settings.py": ("tests/mixins/test_rollout_correction.py", "tests/test_verl.py"),
+    "mixins/correction_settings.py": ("tests/mixins/test_rollout_correction.py", "tests/schema/test_verl.py"),
     "mixins/rollout_correction.py": (
         *("tests/mixins/test_rollout_correction.py", "tests/mixins/test_moving_rejection.py"),
         "tests/metrics/test_correction.py",

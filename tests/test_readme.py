@@ -17,7 +17,7 @@ from lightning_rlhf import schema
 from lightning_rlhf.accelerators import npu
 from lightning_rlhf.experience import MiniBatch
 from lightning_rlhf.functional.losses import PolicyLoss
-from lightning_rlhf.module import PPOModule
+from lightning_rlhf.ppo import PPOModule
 from lightning_rlhf.rewards import RewardBatch
 from tests.support import fit, tiny_module
 
