@@ -78,7 +78,7 @@ class ActorCriticModule(LightningModule):
         reward: CompositeReward,
         *,
         iterations: int,
-        seed: int = 0,
+        seed: int = 1,
         update: Mapping[str, Any] | None = None,
         advantage: Mapping[str, Any] | None = None,
         reward_processing: Mapping[str, Any] | None = None,

@@ -74,7 +74,16 @@ def tracked(loggers: Mapping[str, Any] | None, **options: Any) -> dict[str, Any]
 class RunCSVLogger(CSVLogger):
     """Lightning's, for runs that go on: the rows that were written before stay, up to where training continues."""
 
-    _continues_behind: int | None = None
+    def __init__(
+        self,
+        save_dir: str | Path,
+        *,
+        name: str = "metrics",
+        version: int | str | None = "",
+        prefix: str = "",
+        flush_logs_every_n_steps: int = 1,
+    ) -> None:
+        super().__init__(save_dir, name, version, prefix, flush_logs_every_n_steps)
 
     @rank_zero_only
     def log_start(self, iteration: int) -> None:
@@ -98,9 +107,17 @@ class RunCSVLogger(CSVLogger):
 class RunTensorBoardLogger(TensorBoardLogger):
     """Lightning's, for runs that go on: TensorBoard hides what was recorded of iterations that are done again."""
 
-    def __init__(self, save_dir: str, **options: Any) -> None:
+    def __init__(
+        self,
+        save_dir: str,
+        *,
+        name: str = "tensorboard",
+        version: int | str | None = "",
+        default_hp_metric: bool = False,
+        **options: Any,
+    ) -> None:
         try:
-            super().__init__(save_dir, **options)
+            super().__init__(save_dir, name, version, default_hp_metric=default_hp_metric, **options)
         except ModuleNotFoundError as error:
             raise ImportError(f'needs TensorBoard: pip install "lightning-rlhf[tensorboard]" ({error})') from error
 
@@ -124,8 +141,19 @@ class RunTensorBoardLogger(TensorBoardLogger):
 class RunWandbLogger(WandbLogger):
     """Lightning's, with an error that says what to install."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(
+        self,
+        save_dir: str,
+        *,
+        project: str = "lightning_rlhf",
+        name: str | None = None,
+        offline: bool = False,
+        id: str | None = None,  # W&B's word
+        log_model: bool = False,
+        **options: Any,
+    ) -> None:
+        own = {"project": project, "name": name, "offline": offline, "id": id, "log_model": log_model}
         try:
-            super().__init__(**options)
+            super().__init__(save_dir=save_dir, **own, **options)
         except ModuleNotFoundError as error:
             raise ImportError(f'needs Weights & Biases: pip install "lightning-rlhf[wandb]" ({error})') from error

@@ -34,7 +34,7 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     samples: int = 1
-    max_new_tokens: int = 64
+    max_new_tokens: int = 256
     greedy: bool = False
 
     def __post_init__(self) -> None:

@@ -54,7 +54,7 @@ class HFEngine:
         top_k: int = 0,
         top_p: float = 1.0,
         samples: int = 1,
-        max_new_tokens: int = 64,
+        max_new_tokens: int = 256,
         stop_token_ids: Iterable[int] | None = None,
         ignore_eos: bool = False,
         max_batch_tokens: int | None = None,

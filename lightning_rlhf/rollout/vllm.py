@@ -93,7 +93,7 @@ class VLLMEngine:
         top_k: int = 0,
         top_p: float = 1.0,
         samples: int = 1,
-        max_new_tokens: int = 64,
+        max_new_tokens: int = 256,
         stop_token_ids: Iterable[int] | None = None,
         ignore_eos: bool = False,
         dtype: str = "auto",
@@ -105,7 +105,7 @@ class VLLMEngine:
         tensor_parallel_size: int = 1,
         enforce_eager: bool | None = None,
         sleep: bool = False,
-        engine_args: Mapping[str, Any] | None = None,
+        engine_args: Mapping[str, Any] = {},
         lag: int = 0,
         max_staleness: int | None = None,
     ) -> None:

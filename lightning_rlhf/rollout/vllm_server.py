@@ -76,7 +76,7 @@ class VLLMServerEngine:
         top_k: int = 0,
         top_p: float = 1.0,
         samples: int = 1,
-        max_new_tokens: int = 64,
+        max_new_tokens: int = 256,
         stop_token_ids: Iterable[int] | None = None,
         ignore_eos: bool = False,
         requests_per_server: int = 64,
