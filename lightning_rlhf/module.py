@@ -154,7 +154,7 @@ class ActorCriticModule(LightningModule):
             dual_clip=loss.dual_clip,
             weights=minibatch.is_weights,
             ratio_level=loss.ratio_level,
-            **self._aggregation(minibatch),
+            scale=minibatch.scale,
         )
 
     def extra_losses(self, minibatch: MiniBatch) -> dict[str, Tensor]:
@@ -365,14 +365,6 @@ class ActorCriticModule(LightningModule):
     def _set_logger_step(self, iteration: int) -> None:
         """The step at which Lightning hands logged values to loggers: it counts batches from 0, iterations from 1."""
         self.trainer.fit_loop.epoch_loop._batches_that_stepped = iteration
-
-    def _aggregation(self, minibatch: MiniBatch) -> dict[str, Any]:
-        return {
-            "mode": self.settings.loss.aggregation,
-            "tokens": minibatch.tokens,
-            "sequences": minibatch.sequences,
-            "horizon": self.engine.sampling.max_new_tokens,
-        }
 
 
 class PPOModule(ALPMixin, RolloutCorrectionMixin, ActorCriticModule):

@@ -118,7 +118,7 @@ class RolloutCorrectionMixin(Base):
             minibatch.require("advantages"),
             correction.keep,
             weights=correction.weights,
-            **self._aggregation(minibatch),
+            scale=minibatch.scale,
         )
         return loss._replace(accepted=correction.keep)
 
