@@ -222,7 +222,7 @@ def test_a_changed_default_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_partial_block_brings_the_files_values(block: dict[str, Any]) -> None:
     """In Python, and as the check of a configuration reads it."""
     written = OmegaConf.to_container(composed("model/hf").module, resolve=True)["actor"]  # type: ignore[index, call-overload]
-    expected = written | block
+    expected = {**written, **block}
     assert asdict(PPOSettings.from_blocks(actor=block).actor) == expected
     read = settings_of({"module": {"actor": block}})
     assert read is not None and asdict(read.actor) == expected
