@@ -221,8 +221,8 @@ def test_a_changed_default_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("block", [{"clip_norm": 2.0}, {}])
 def test_a_partial_block_brings_the_files_values(block: dict[str, Any]) -> None:
     """In Python, and as the check of a configuration reads it."""
-    written = OmegaConf.to_container(composed("model/hf").module, resolve=True)["actor"]  # type: ignore[index, call-overload]
-    expected = {**written, **block}
+    file: Any = OmegaConf.to_container(composed("model/hf").module.actor, resolve=True)
+    expected = file | block
     assert asdict(PPOSettings.from_blocks(actor=block).actor) == expected
     read = settings_of({"module": {"actor": block}})
     assert read is not None and asdict(read.actor) == expected
