@@ -15,6 +15,7 @@ from lightning_rlhf.events import ExperienceStats, UpdateStats
 from lightning_rlhf.experience import Experience
 from lightning_rlhf.functional.kl import proportional_kl_update
 from lightning_rlhf.module import ActorCriticModule
+from lightning_rlhf.reporting.loggers import tell
 from lightning_rlhf.settings import SettingError
 
 Mode = Literal["pid", "doubling", "proportional"]
@@ -193,10 +194,7 @@ class AdaptiveKL(RLHFCallback):
         path = Path(trainer.default_root_dir) / "figures" / "adaptive_kl.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         draw(self.history, self.target, path)
-        for logger in trainer.loggers:
-            log_file = getattr(logger, "log_file", None)
-            if log_file is not None:
-                log_file(path, "figures")
+        tell(trainer.loggers, "log_file", path, "figures")
 
     def state_dict(self) -> dict[str, Any]:
         names = ("average", "origin", "integral", "error", "since_change", "history")

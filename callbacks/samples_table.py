@@ -12,6 +12,7 @@ from lightning_rlhf.callbacks.base import RLHFCallback
 from lightning_rlhf.events import ExperienceStats
 from lightning_rlhf.experience import Experience, Finish
 from lightning_rlhf.module import ActorCriticModule
+from lightning_rlhf.reporting.loggers import tell
 
 
 class SamplesTable(RLHFCallback):
@@ -40,10 +41,7 @@ class SamplesTable(RLHFCallback):
         path = Path(trainer.default_root_dir) / "samples" / f"iteration_{stats.iteration:06d}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-        for logger in trainer.loggers:
-            log_samples = getattr(logger, "log_samples", None)
-            if log_samples is not None:
-                log_samples(rows, stats.iteration)
+        tell(trainer.loggers, "log_samples", rows, stats.iteration)
 
 
 def samples(experience: Experience, rows: int) -> list[dict[str, Any]]:

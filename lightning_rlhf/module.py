@@ -318,7 +318,7 @@ class ActorCriticModule(LightningModule):
 
     def _check_lengths(self) -> None:
         """Whether the prompts leave room for responses where an engine knows its limit only once it is there."""
-        data, limit = getattr(self.trainer, "datamodule", None), getattr(self.engine, "positions", None)
+        data, limit = getattr(self.trainer, "datamodule", None), self.engine.positions
         if limit is not None and hasattr(data, "train_prompts"):
             check_room(data, self.engine.sampling.max_new_tokens, limit, "the longest sequence of the engine")  # type: ignore[arg-type]
 

@@ -16,13 +16,16 @@ import json
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
+Ability = Literal["log_start", "log_samples", "log_decisions", "log_file", "log_checkpoints", "closing_lines"]
+"""What a logger may have a method for, beside what Lightning's have; see the head of this file."""
 
-def tell(loggers: Iterable[Logger], what: str, *arguments: Any, **options: Any) -> list[Any]:
+
+def tell(loggers: Iterable[Logger], what: Ability, *arguments: Any, **options: Any) -> list[Any]:
     """Call the method ``what`` of every logger that has it; what they returned."""
     methods = [getattr(logger, what, None) for logger in loggers]
     return [method(*arguments, **options) for method in methods if method is not None]
