@@ -15,9 +15,10 @@ from lightning_rlhf.events import ExperienceStats, UpdateStats
 from lightning_rlhf.experience import Experience
 from lightning_rlhf.functional.kl import proportional_kl_update
 from lightning_rlhf.module import ActorCriticModule
+from lightning_rlhf.reporting.loggers import tell
 from lightning_rlhf.settings import SettingError
 
-Mode = Literal["pid", "seed", "proportional"]
+Mode = Literal["pid", "doubling", "proportional"]
 RISING = 0.03
 """Relative growth of the average in an iteration that counts as being on its way up."""
 LARGEST_ERROR = math.log(20.0)
@@ -35,7 +36,7 @@ class AdaptiveKL(RLHFCallback):
         both quantities are positive and a KL ten times too high and ten times too low are the same error. Errors are
         summed up only as far as they bring beta to its bound, and not while the KL is still rising to the target, as
         that of every new policy does (anti-windup by conditional integration).
-    ``seed``
+    ``doubling``
         Twice the coefficient where the average is over 1.5 x target, half of it where it is under target / 1.5. After a
         change the average starts anew and nothing more happens for ``1 / (1 - smoothing)`` iterations: one high reading
         that lingers in an average would double the coefficient every time it is looked at.
@@ -50,7 +51,7 @@ class AdaptiveKL(RLHFCallback):
         target: KL(current || reference) in nats per token.
         mode: one of the three.
         kp, ki, kd: gains of ``pid``.
-        smoothing: weight of the past in the average (``pid``, ``seed``), in [0, 1).
+        smoothing: weight of the past in the average (``pid``, ``doubling``), in [0, 1).
         minimum, maximum: bounds of the coefficient.
         horizon: ``proportional``: sequences over which a relative error of 1 would change the coefficient by its own
             size.
@@ -111,7 +112,7 @@ class AdaptiveKL(RLHFCallback):
             return self._bounded(beta)
         past = self.average
         self.average = kl if past is None else self.smoothing * past + (1.0 - self.smoothing) * kl
-        return self._bounded(self._seed(beta) if self.mode == "seed" else self._pid(beta, past))
+        return self._bounded(self._doubling(beta) if self.mode == "doubling" else self._pid(beta, past))
 
     def _pid(self, beta: float, past: float | None) -> float:
         if self.origin is None:
@@ -138,7 +139,7 @@ class AdaptiveKL(RLHFCallback):
         least, most = sorted((self.integral, full))
         return min(max((bound - base) / self.ki, least), most)
 
-    def _seed(self, beta: float) -> float:
+    def _doubling(self, beta: float) -> float:
         self.since_change += 1
         if self.since_change < 1.0 / (1.0 - self.smoothing):
             return beta
@@ -193,10 +194,7 @@ class AdaptiveKL(RLHFCallback):
         path = Path(trainer.default_root_dir) / "figures" / "adaptive_kl.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         draw(self.history, self.target, path)
-        for logger in trainer.loggers:
-            log_file = getattr(logger, "log_file", None)
-            if log_file is not None:
-                log_file(path, "figures")
+        tell(trainer.loggers, "log_file", path, "figures")
 
     def state_dict(self) -> dict[str, Any]:
         names = ("average", "origin", "integral", "error", "since_change", "history")

@@ -12,6 +12,7 @@ from lightning import Trainer
 from lightning_rlhf.callbacks.base import RLHFCallback
 from lightning_rlhf.events import UpdateStats
 from lightning_rlhf.module import ActorCriticModule
+from lightning_rlhf.reporting.loggers import tell
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -70,10 +71,7 @@ class ALPFigures(RLHFCallback):
         path = Path(trainer.default_root_dir) / "figures" / f"{name}_{iteration:06d}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=100)
-        for logger in trainer.loggers:
-            log_file = getattr(logger, "log_file", None)
-            if log_file is not None:
-                log_file(path, "figures")
+        tell(trainer.loggers, "log_file", path, "figures")
 
     def state_dict(self) -> dict[str, Any]:
         return {"iterations": self.iterations, "layers": self.layers, "sigmas": self.sigmas}

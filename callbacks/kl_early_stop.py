@@ -32,7 +32,7 @@ class KLEarlyStop(RLHFCallback):
 
     def __init__(
         self,
-        target: float = 0.02,
+        target: float = 0.1,
         per_minibatch: bool = False,
         hard_limit: float | None = None,
         rollback: bool = False,

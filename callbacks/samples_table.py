@@ -13,6 +13,7 @@ from lightning_rlhf.events import ExperienceStats
 from lightning_rlhf.experience import Experience, Finish
 from lightning_rlhf.files import write_whole
 from lightning_rlhf.module import ActorCriticModule
+from lightning_rlhf.reporting.loggers import tell
 
 
 class SamplesTable(RLHFCallback):
@@ -40,10 +41,7 @@ class SamplesTable(RLHFCallback):
         rows = samples(experience, self.rows)
         path = Path(trainer.default_root_dir) / "samples" / f"iteration_{stats.iteration:06d}.jsonl"
         write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-        for logger in trainer.loggers:
-            log_samples = getattr(logger, "log_samples", None)
-            if log_samples is not None:
-                log_samples(rows, stats.iteration)
+        tell(trainer.loggers, "log_samples", rows, stats.iteration)
 
 
 def samples(experience: Experience, rows: int) -> list[dict[str, Any]]:

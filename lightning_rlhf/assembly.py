@@ -112,7 +112,7 @@ def open_source(block: Mapping[str, Any]) -> tuple[Callable[[], LoadedModel], Pr
 def check_lengths(config: Mapping[str, Any], datamodule: PromptDataModule, engine: Any) -> None:
     """What can be said of the prompts' lengths without the model."""
     response = engine.sampling.max_new_tokens
-    if (longest := getattr(engine, "max_model_len", None)) is not None:
+    if (longest := engine.max_model_len) is not None:
         check_room(datamodule, response, longest, "rollout.max_model_len")
     update = config["module"].get("update") or {}
     for name in ("micro_batch_tokens", "score_tokens"):

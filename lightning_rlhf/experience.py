@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_rlhf.functional.losses import TOKEN_MEAN, LossScale
+
 
 class Finish(IntEnum):
     """Why a response ended: by an end token, by one that came too early, or at the length limit."""
@@ -243,20 +245,28 @@ class Experience(Rollout):
 class MiniBatch(Experience):
     """Rows of one optimiser step, or a micro-batch of them.
 
-    ``tokens`` and ``sequences`` are the loss denominators: valid tokens, and sequences with a valid token, of the
-    **whole minibatch over all ranks**. They travel unchanged into the micro-batches, which is why a gradient does
-    not depend on the cut.
+    ``scale`` holds the loss denominators: valid tokens, and sequences with a valid token, of the **whole minibatch
+    over all ranks**. It travels unchanged into the micro-batches, which is why a gradient does not depend on the cut.
     """
 
-    tokens: float = 0.0
-    sequences: float = 0.0
+    scale: LossScale = TOKEN_MEAN
+
+    @property
+    def tokens(self) -> float:
+        """Valid tokens of the whole minibatch, by which a loss of one's own is divided; 0 where they are not known."""
+        return float(self.scale.tokens or 0.0)
+
+    @property
+    def sequences(self) -> float:
+        """Sequences with a valid token, likewise."""
+        return float(self.scale.sequences or 0.0)
 
     @classmethod
-    def from_experience(cls, experience: Experience, rows: Tensor, tokens: float, sequences: float) -> MiniBatch:
-        """The given rows of the experience, with the denominators of the whole minibatch."""
+    def from_experience(cls, experience: Experience, rows: Tensor, scale: LossScale) -> MiniBatch:
+        """The given rows of the experience, with the scale of the whole minibatch's loss."""
         chosen = experience.select(rows)
         own = {f.name: getattr(chosen, f.name) for f in fields(Experience)}
-        return cls(**own, tokens=tokens, sequences=sequences)
+        return cls(**own, scale=scale)
 
 
 def split_by_tokens(

@@ -74,7 +74,7 @@ class RolloutSource:
 
     @property
     def _shares_weights(self) -> bool:
-        return getattr(self.module.engine, "shares_weights", False)
+        return self.module.engine.shares_weights
 
     def next(self, prompts: PromptBatch) -> Rollout:
         """The rollout of this iteration: the one generated ahead, or else drawn now. Then the next one begins.

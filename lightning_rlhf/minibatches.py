@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_rlhf.distributed.parallel import balanced_shares
 from lightning_rlhf.distributed.processes import place
 from lightning_rlhf.experience import Experience, MiniBatch, sample_seed
+from lightning_rlhf.functional.losses import TOKEN_MEAN, LossScale
 
 
 class MinibatchPlan:
@@ -24,20 +25,23 @@ class MinibatchPlan:
         size: rows of a minibatch, over all ranks.
         seed: of the run.
         iteration: counted from 1.
+        scale: of the loss; each minibatch gets it with its own counts.
     """
 
-    def __init__(self, experience: Experience, size: int, seed: int, iteration: int) -> None:
+    def __init__(
+        self, experience: Experience, size: int, seed: int, iteration: int, scale: LossScale = TOKEN_MEAN
+    ) -> None:
         self._valid: list[int] = experience.require("loss_mask").sum(-1).tolist()
         self._lengths = experience.lengths()
-        self._size, self._seed, self._iteration = size, seed, iteration
+        self._size, self._seed, self._iteration, self._scale = size, seed, iteration, scale
 
     def __len__(self) -> int:
         """Minibatches per epoch."""
         return -(-len(self._valid) // self._size)
 
-    def epoch(self, epoch: int) -> Iterator[tuple[Tensor, list[tuple[int, int]], float, float]]:
-        """Of each minibatch: this rank's rows and their lengths, and over all ranks the valid tokens and the sequences
-        with a valid token, which are known before the first backward pass."""
+    def epoch(self, epoch: int) -> Iterator[tuple[Tensor, list[tuple[int, int]], LossScale]]:
+        """Of each minibatch: this rank's rows, their lengths, and the scale of the loss with the valid tokens and the
+        sequences with a valid token over all ranks, which are known before the first backward pass."""
         rank, world = place()
         generator = torch.Generator().manual_seed(sample_seed(self._seed, "minibatches", self._iteration, epoch))
         for chunk in torch.randperm(len(self._valid), generator=generator).split(self._size):
@@ -45,12 +49,13 @@ class MinibatchPlan:
             costs = [sum(self._lengths[row]) for row in chunk.tolist()]
             mine = chunk[balanced_shares(costs, world)[rank]]
             lengths = [self._lengths[row] for row in mine.tolist()]
-            yield mine, lengths, float(sum(counts)), float(sum(n > 0 for n in counts))
+            scale = replace(self._scale, tokens=float(sum(counts)), sequences=float(sum(n > 0 for n in counts)))
+            yield mine, lengths, scale
 
-    def idle(self, experience: Experience, tokens: float, sequences: float) -> tuple[MiniBatch, list[tuple[int, int]]]:
+    def idle(self, experience: Experience, scale: LossScale) -> tuple[MiniBatch, list[tuple[int, int]]]:
         """One row without a valid token, and its lengths: its loss is 0, and so are its gradients."""
         row = min(range(len(self._lengths)), key=lambda i: sum(self._lengths[i]))
-        minibatch = MiniBatch.from_experience(experience, torch.tensor([row]), tokens, sequences)
+        minibatch = MiniBatch.from_experience(experience, torch.tensor([row]), scale)
         return without_loss(minibatch), [self._lengths[row]]
 
 

@@ -76,7 +76,7 @@ class ActorCriticModule(LightningModule):
         reward: CompositeReward,
         *,
         iterations: int,
-        seed: int = 0,
+        seed: int = 1,
         update: Mapping[str, Any] | None = None,
         advantage: Mapping[str, Any] | None = None,
         reward_processing: Mapping[str, Any] | None = None,
@@ -152,7 +152,7 @@ class ActorCriticModule(LightningModule):
             dual_clip=loss.dual_clip,
             weights=minibatch.is_weights,
             ratio_level=loss.ratio_level,
-            **self._aggregation(minibatch),
+            scale=minibatch.scale,
         )
 
     def extra_losses(self, minibatch: MiniBatch) -> dict[str, Tensor]:
@@ -293,7 +293,7 @@ class ActorCriticModule(LightningModule):
 
     def _check_lengths(self) -> None:
         """Whether the prompts leave room for responses where an engine knows its limit only once it is there."""
-        data, limit = getattr(self.trainer, "datamodule", None), getattr(self.engine, "positions", None)
+        data, limit = getattr(self.trainer, "datamodule", None), self.engine.positions
         if limit is not None and hasattr(data, "train_prompts"):
             check_room(data, self.engine.sampling.max_new_tokens, limit, "the longest sequence of the engine")  # type: ignore[arg-type]
 
@@ -360,11 +360,3 @@ class ActorCriticModule(LightningModule):
     def _set_logger_step(self, iteration: int) -> None:
         """The step at which Lightning hands logged values to loggers: it counts batches from 0, iterations from 1."""
         self.trainer.fit_loop.epoch_loop._batches_that_stepped = iteration
-
-    def _aggregation(self, minibatch: MiniBatch) -> dict[str, Any]:
-        return {
-            "mode": self.settings.loss.aggregation,
-            "tokens": minibatch.tokens,
-            "sequences": minibatch.sequences,
-            "horizon": self.engine.sampling.max_new_tokens,
-        }

@@ -44,7 +44,7 @@ def micro_batch_loss(module: ActorCriticModule, micro: MiniBatch, metrics: Metri
             micro.require("returns"),
             mask,
             clip=settings.loss.value_clip,
-            **module._aggregation(micro),
+            scale=micro.scale,
         )
         total = total + settings.loss.value_coefficient * value.loss
         metrics.sum("ppo/value_loss", value.loss)
@@ -52,11 +52,11 @@ def micro_batch_loss(module: ActorCriticModule, micro: MiniBatch, metrics: Metri
     if output.entropy is not None:
         metrics.mean("entropy/update", output.entropy, mask)
     if output.entropy is not None and settings.loss.entropy_coefficient:
-        entropy = aggregate(output.entropy, mask, **module._aggregation(micro))
+        entropy = aggregate(output.entropy, mask, micro.scale)
         total = total - settings.loss.entropy_coefficient * entropy
     if micro.ref_logprobs is not None and settings.kl.placement == "loss":
         penalty = kl_estimate(output.logprobs, micro.ref_logprobs, settings.kl.estimator, mask=mask)
-        kl = aggregate(penalty, mask, **module._aggregation(micro))
+        kl = aggregate(penalty, mask, micro.scale)
         total = total + module.control.value("kl_coefficient") * kl
         metrics.sum("kl/loss", kl)
     for name, term in module.extra_losses(micro).items():

@@ -46,9 +46,9 @@ def _one_of(block: str, settings: object, name: str, allowed: tuple[str, ...]) -
 class UpdateSettings:
     """How one batch of experience is used: epochs x minibatches x micro-batches."""
 
-    epochs: int = 4
+    epochs: int = 2
     """Passes over the experience of one iteration (the hard limit; callbacks may end them earlier)."""
-    minibatch_size: int = 64
+    minibatch_size: int = 32
     """Sequences per optimiser step."""
     micro_batch_tokens: int = 8192
     """Tokens (padding included) of one forward and backward pass; changes memory and speed, never the gradient."""
@@ -81,7 +81,7 @@ class AdvantageSettings:
     estimator: str = "gae"
     """gae (needs a critic); grpo and rloo (need several samples per prompt); reinforce_plus_plus."""
     gamma: float = 1.0
-    gae_lambda: float = 0.95
+    gae_lambda: float = 1.0
     whiten: bool = True
     """Advantages to mean 0 and variance 1 over all valid tokens of all ranks (gae and reinforce_plus_plus)."""
     normalise_std: bool = True
@@ -126,7 +126,7 @@ class LossSettings:
     """How token losses become one number; see ``functional.losses.aggregate``."""
     value_clip: float | None = 0.2
     """Value predictions are clipped to +- this around the old ones; null: plain squared error."""
-    value_coefficient: float = 1.0
+    value_coefficient: float = 0.1
     entropy_coefficient: float = 0.0
     """Weight of the entropy bonus; at 0 no gradient of the entropy is computed."""
 
@@ -145,7 +145,7 @@ class LossSettings:
 class KLSettings:
     """The leash to the reference model."""
 
-    coefficient: float = 0.05
+    coefficient: float = 0.02
     """beta; the start value where a callback steers the knob ``kl_coefficient``."""
     estimator: KLEstimator = "k1"
     """k1, k2, k3 or abs (Schulman, "Approximating KL divergence"), per token, current policy against reference."""
@@ -166,7 +166,8 @@ class KLSettings:
 class GroupSettings:
     """Optimiser settings of one parameter group (actor, critic)."""
 
-    lr: float = 1e-6
+    lr: float
+    """Peak learning rate; what suits depends on the model and on the group."""
     clip_norm: float | None = 1.0
     """Limit of the gradient norm of this group; null: no clipping."""
     warmup_iterations: int = 0
@@ -186,7 +187,7 @@ class OptimizerSettings:
     eps: float = 1e-8
     schedule: Schedule = "constant"
     """After warm-up: constant, linear or cosine decay to ``final_lr_fraction`` at the last planned update."""
-    final_lr_fraction: float = 0.0
+    final_lr_fraction: float = 0.1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))
@@ -200,14 +201,17 @@ class OptimizerSettings:
 
 @dataclass(frozen=True)
 class PPOSettings:
-    """All settings of :class:`~lightning_rlhf.module.ActorCriticModule`, as one object."""
+    """All settings of :class:`~lightning_rlhf.module.ActorCriticModule`, as one object.
+
+    The defaults are those of ``conf/module/ppo.yaml`` with ``model=hf``, for a pre-trained instruct model.
+    """
 
     update: UpdateSettings = field(default_factory=UpdateSettings)
     advantage: AdvantageSettings = field(default_factory=AdvantageSettings)
     reward_processing: RewardSettings = field(default_factory=RewardSettings)
     loss: LossSettings = field(default_factory=LossSettings)
     kl: KLSettings = field(default_factory=KLSettings)
-    actor: GroupSettings = field(default_factory=GroupSettings)
+    actor: GroupSettings = field(default_factory=lambda: GroupSettings(lr=1e-6, warmup_iterations=2))
     critic: GroupSettings = field(default_factory=lambda: GroupSettings(lr=1e-5))
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
 
@@ -220,21 +224,32 @@ class PPOSettings:
         """
         settings = cls()
         for name, block in blocks.items():
-            if block is not None:
-                default = getattr(settings, name)
-                given = block if isinstance(block, type(default)) else {**asdict(default), **block}
-                settings = replace(settings, **{name: build(type(default), f"module.{name}", given)})
+            default = getattr(settings, name)
+            built = build(type(default), f"module.{name}", block, defaults=asdict(default))
+            settings = replace(settings, **{name: built})
         return settings
 
 
-def build(kind: type[_Settings], block: str, values: Mapping[str, Any] | _Settings | None) -> _Settings:
-    """A settings object from a config block, refusing unknown keys with the nearest spelling."""
+def build(
+    kind: type[_Settings],
+    block: str,
+    values: Mapping[str, Any] | _Settings | None,
+    *,
+    defaults: Mapping[str, Any] | None = None,
+) -> _Settings:
+    """A settings object from a config block, refusing unknown keys with the nearest spelling.
+
+    Args:
+        kind: the dataclass.
+        block: dotted key of the block, for errors.
+        values: the block; or an object of settings, which is taken as it is.
+        defaults: of keys that the block lacks; null takes the dataclass's own.
+    """
     if isinstance(values, kind):
         return values
-    if values is None:
-        values = {}
-    if not isinstance(values, Mapping):
+    if not isinstance(values, (Mapping, type(None))):
         raise SettingError(block, values, "a block of settings")
+    values = {**(defaults or {}), **(values or {})}
     known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
     for name in values:
         if name not in known:

@@ -20,6 +20,7 @@ from lightning_rlhf.distributed.parallel import (
 from lightning_rlhf.distributed.processes import place
 from lightning_rlhf.events import EpochStats, MinibatchStats, UpdateStats, emit
 from lightning_rlhf.experience import Experience, MiniBatch, split_by_tokens
+from lightning_rlhf.functional.losses import LossScale
 from lightning_rlhf.functional.stats import largest_over_ranks
 from lightning_rlhf.gradients import clip_gradients, gradient_norms, loss_scale
 from lightning_rlhf.memory import OutOfMemory, attempt, free_memory, memory_policy
@@ -59,7 +60,8 @@ class UpdateLoop:
         if "actor" in scopes:
             self._copies["actor"] = Snapshot.of("actor", self.optimizer, over=actor)
         experience = gather_experience(experience)
-        plan = MinibatchPlan(experience, self.settings.minibatch_size, module.seed, control.iteration)
+        scale = LossScale(module.settings.loss.aggregation, horizon=module.engine.sampling.max_new_tokens)
+        plan = MinibatchPlan(experience, self.settings.minibatch_size, module.seed, control.iteration, scale)
         step = 1.0 / (self.settings.epochs * len(plan))
         epochs: list[EpochStats] = []
         finished: list[MinibatchStats] = []
@@ -110,15 +112,15 @@ class UpdateLoop:
     ) -> list[MinibatchStats]:
         control = self.module.control
         done: list[MinibatchStats] = []
-        for index, (rows, lengths, tokens, sequences) in enumerate(plan.epoch(epoch)):
-            if tokens == 0:
+        for index, (rows, lengths, scale) in enumerate(plan.epoch(epoch)):
+            if scale.tokens == 0:
                 # Everything was rejected: an event to count, not a step. Weight decay and momentum must not act either.
                 control.counts["empty_minibatches"] += 1
                 continue
             if len(rows):
-                minibatch = MiniBatch.from_experience(experience, rows, tokens, sequences)
+                minibatch = MiniBatch.from_experience(experience, rows, scale)
             else:  # fewer rows than ranks: this rank goes along on a row that counts for nothing
-                minibatch, lengths = plan.idle(experience, tokens, sequences)
+                minibatch, lengths = plan.idle(experience, scale)
             if undo_step:
                 self._copies["minibatch"] = Snapshot.of("minibatch", self.optimizer)
             step = 1.0 / (self.settings.epochs * len(plan))

@@ -71,7 +71,7 @@ def warm_up(
     target: float | None = None,
     answer_field: str | Mapping[str, float] = "answer",
     cache_dir: str | Path | None = None,
-    seed: int = 0,
+    seed: int = 1,
 ) -> WarmUp:
     """Fine-tune on the training prompts and their answers, in place, or take the result of an earlier call.
 

@@ -49,7 +49,7 @@ def tiny_policy(
         tie_embeddings=tie_embeddings,
         seed=seed,
     )
-    return build_policy(loaded, **policy)
+    return build_policy(loaded, **{"critic": "separate", **policy})
 
 
 def tiny_module(
@@ -65,8 +65,9 @@ def tiny_module(
     critic: dict[str, Any] | None = None,
     **blocks: Any,
 ) -> ActorCriticModule:
-    """A module whose update has 2 epochs x 2 minibatches; every settings block can be changed."""
+    """A module whose update has 2 epochs x 2 minibatches, all at the full rate; every settings block can be changed."""
     settings: dict[str, Any] = {"actor": {"lr": 1e-3}, "reward_processing": {"normalise": "none"}} | blocks
+    settings["actor"] = {"warmup_iterations": 0} | settings["actor"]
     settings["update"] = {"epochs": 2, "minibatch_size": 8} | settings.get("update", {})
     return cls(
         policy or tiny_policy(),

@@ -15,6 +15,7 @@ from lightning_rlhf.experience import (
     sample_seed,
     split_by_tokens,
 )
+from lightning_rlhf.functional.losses import LossScale
 
 
 def rollout(lengths: list[tuple[int, int]]) -> Rollout:
@@ -60,7 +61,7 @@ def test_cut_keeps_the_right_end_of_prompts_and_the_left_end_of_responses() -> N
 
 def test_a_minibatch_passes_its_denominators_to_its_parts() -> None:
     experience = Experience.from_rollout(rollout([(2, 3)] * 4), ["p"] * 4, ["t"] * 4)
-    minibatch = MiniBatch.from_experience(experience, torch.tensor([0, 1, 3]), tokens=9.0, sequences=3.0)
+    minibatch = MiniBatch.from_experience(experience, torch.tensor([0, 1, 3]), LossScale(tokens=9.0, sequences=3.0))
     parts = [part for _, part in split_by_tokens(minibatch, minibatch.lengths(), budget=5)]
     assert [(part.tokens, part.sequences, len(part)) for part in parts] == [(9.0, 3.0, 1)] * 3
 

@@ -11,6 +11,7 @@ import torch
 
 from lightning_rlhf.callbacks import RLHFCallback
 from lightning_rlhf.experience import Experience, MiniBatch, split_by_tokens
+from lightning_rlhf.functional.losses import LossScale
 from lightning_rlhf.metrics.batch import MetricBatch
 from lightning_rlhf.metrics.moments import RunningMoments
 from lightning_rlhf.module import ActorCriticModule
@@ -87,19 +88,18 @@ def gradients(module: ActorCriticModule, experience: Experience, parts: list[Min
     return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
 
 
-def minibatch(experience: Experience) -> MiniBatch:
+def minibatch(experience: Experience, mode: Any = "token-mean") -> MiniBatch:
     counts = experience.loss_mask.sum(-1)
     rows = torch.arange(len(experience))
-    return MiniBatch.from_experience(experience, rows, float(counts.sum()), float((counts > 0).sum()))
+    scale = LossScale(mode, tokens=float(counts.sum()), sequences=float((counts > 0).sum()), horizon=8)
+    return MiniBatch.from_experience(experience, rows, scale)
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
 @pytest.mark.parametrize("cut", ["one by one", "by tokens", "two uneven parts"])
 def test_gradients_do_not_depend_on_the_cut(scored: tuple[ActorCriticModule, Experience], mode: str, cut: str) -> None:
     module, experience = scored
-    settings = module.settings
-    object.__setattr__(settings.loss, "aggregation", mode)
-    whole = minibatch(experience)
+    whole = minibatch(experience, mode)
     expected = gradients(module, experience, [whole])
     if cut == "two uneven parts":
         parts = [whole.select(torch.tensor([0])).trim(), whole.select(torch.arange(1, len(whole))).trim()]
@@ -111,7 +111,6 @@ def test_gradients_do_not_depend_on_the_cut(scored: tuple[ActorCriticModule, Exp
     for name, gradient in expected.items():
         scale = gradient.abs().max()
         assert (found[name] - gradient).abs().max() <= 1e-5 * max(float(scale), 1e-6), name
-    object.__setattr__(settings.loss, "aggregation", "token-mean")
 
 
 def test_gradients_do_not_depend_on_padding(scored: tuple[ActorCriticModule, Experience]) -> None:

@@ -86,7 +86,7 @@ def test_learning_rates_follow_the_planned_share_of_the_run() -> None:
         iterations=2,
         actor={"lr": 8e-3},
         critic={"lr": 1.0, "warmup_iterations": 1},
-        optimizer={"schedule": "linear"},
+        optimizer={"schedule": "linear", "final_lr_fraction": 0.0},
     )
     fit(module, [recorder])
     assert [actor for actor, _ in rates] == pytest.approx([8e-3, 7e-3, 6e-3, 5e-3, 4e-3, 3e-3, 2e-3, 1e-3])

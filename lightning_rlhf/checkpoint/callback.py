@@ -36,6 +36,7 @@ from lightning_rlhf.checkpoint.shards import read_checkpoint
 from lightning_rlhf.distributed.processes import gather_objects
 from lightning_rlhf.functional.stats import largest_over_ranks
 from lightning_rlhf.interruption import Interrupted, signals
+from lightning_rlhf.reporting.loggers import tell
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -312,10 +313,8 @@ class IterationCheckpoint(Checkpoint):
         self._saved, self.last_model_path = self.iteration, str(path)
         if trainer.is_global_zero:
             self._remove_old()
-            for logger in trainer.loggers:
-                log_checkpoints = getattr(logger, "log_checkpoints", None)
-                if log_checkpoints is not None:
-                    log_checkpoints([str(p) for p in self.checkpoints], latest=str(path), best=self.best_model_path)
+            known = [str(p) for p in self.checkpoints]
+            tell(trainer.loggers, "log_checkpoints", known, latest=str(path), best=self.best_model_path)
 
     def _note_best(self, trainer: Trainer, path: Path) -> None:
         self._monitored.warn_if_unknown(trainer)

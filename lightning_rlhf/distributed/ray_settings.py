@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_rlhf.settings import SettingError, build
@@ -26,7 +26,9 @@ class RaySettings:
     """Restarts after a failed worker; -1: without limit."""
     address: str | None = None
     """Of a running cluster; null: $RAY_ADDRESS, else one of this machine alone is started for the run."""
-    init: Mapping[str, Any] | None = None
+    init: Mapping[str, Any] | None = field(
+        default_factory=lambda: {"include_dashboard": False, "object_store_memory": 100_000_000}
+    )
     """Arguments of ``ray.init`` for the one that is started."""
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ Supported are float32 and float64; float16 and bfloat16 are refused, but for imp
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import NamedTuple, get_args
 
 import torch
@@ -16,6 +17,46 @@ from torch import Tensor
 from lightning_rlhf.functional.choices import Aggregation, RatioLevel
 from lightning_rlhf.functional.kl import MAX_LOG_RATIO
 from lightning_rlhf.functional.stats import require_float32, require_same_shape, select_valid
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """How token losses become one number, the same in every term of a loss.
+
+    ============================  ==================================================================================
+    ``token-mean``                sum / tokens
+    ``seq-mean-token-sum``        sum / sequences
+    ``seq-mean-token-mean``       sum over rows of the row's mean / sequences
+    ``seq-mean-token-sum-norm``   sum / (sequences x horizon) (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783)
+    ============================  ==================================================================================
+
+    With the counts of the **whole minibatch over all ranks**, the results of micro-batches and ranks add up to that of
+    the minibatch. Without them, each call counts what is valid in its own mask.
+
+    Attributes:
+        mode: as above.
+        tokens: valid tokens. A number > 0; 0 only where nothing is valid.
+        sequences: sequences with a valid token, likewise.
+        horizon: length limit of a response, a constant > 0; ``None``: R, which depends on how the batch was padded.
+
+    Raises:
+        ValueError: an unknown mode.
+    """
+
+    mode: Aggregation = "token-mean"
+    tokens: float | Tensor | None = None
+    sequences: float | Tensor | None = None
+    horizon: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Aggregation):
+            raise ValueError(
+                f"loss aggregation {self.mode!r} is not allowed: one of {', '.join(get_args(Aggregation))}"
+            )
+
+
+TOKEN_MEAN = LossScale()
+"""The mean over the valid tokens of the mask that is given."""
 
 
 class PolicyLoss(NamedTuple):
@@ -45,52 +86,30 @@ class ValueLoss(NamedTuple):
     clipped: Tensor
 
 
-def aggregate(
-    loss: Tensor,
-    mask: Tensor,
-    mode: Aggregation = "token-mean",
-    *,
-    tokens: float | Tensor | None = None,
-    sequences: float | Tensor | None = None,
-    horizon: float | None = None,
-) -> Tensor:
+def aggregate(loss: Tensor, mask: Tensor, scale: LossScale = TOKEN_MEAN) -> Tensor:
     """One number from token losses, over valid tokens; rows without any are in no denominator.
-
-    ============================  ==================================================================================
-    ``token-mean``                sum / tokens
-    ``seq-mean-token-sum``        sum / sequences
-    ``seq-mean-token-mean``       sum over rows of the row's mean / sequences
-    ``seq-mean-token-sum-norm``   sum / (sequences x horizon) (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783)
-    ============================  ==================================================================================
 
     Args:
         loss: ``[B, R]``.
         mask: ``[B, R]``, true on valid tokens.
-        mode: as above.
-        tokens: valid tokens of the whole minibatch on all ranks. With the denominators given, the results of
-            micro-batches and ranks add up to that of the whole minibatch. Default: those of ``mask``. A number > 0; 0
-            only where nothing is valid.
-        sequences: sequences with a valid token, likewise.
-        horizon: length limit of a response, a constant > 0; default R, which depends on how the batch was padded.
+        scale: what is averaged, and over how many.
 
     Raises:
-        ValueError: an unknown mode, shapes that differ, half precision, or a denominator that is none.
+        ValueError: shapes that differ, half precision, or a denominator that is none.
     """
     require_same_shape(loss=loss, mask=mask)
     require_float32(loss=loss)
-    if mode not in get_args(Aggregation):
-        raise ValueError(f"loss aggregation {mode!r} is not allowed: one of {', '.join(get_args(Aggregation))}")
     mask = mask.bool()
     valid = select_valid(loss, mask)
-    if mode == "token-mean":
-        return valid.sum() / _denominator("tokens", tokens, mask, mask.sum())
+    if scale.mode == "token-mean":
+        return valid.sum() / _denominator("tokens", scale.tokens, mask, mask.sum())
     length = mask.sum(-1)
     rows = valid.sum(-1)
-    if mode == "seq-mean-token-mean":
+    if scale.mode == "seq-mean-token-mean":
         rows = rows / length.clamp(min=1)
-    total = rows.sum() / _denominator("sequences", sequences, mask, (length > 0).sum())
-    if mode == "seq-mean-token-sum-norm":
-        total = total / _denominator("horizon", horizon, mask, mask.new_tensor(loss.shape[1], dtype=torch.long))
+    total = rows.sum() / _denominator("sequences", scale.sequences, mask, (length > 0).sum())
+    if scale.mode == "seq-mean-token-sum-norm":
+        total = total / _denominator("horizon", scale.horizon, mask, mask.new_tensor(loss.shape[1], dtype=torch.long))
     return total
 
 
@@ -105,10 +124,7 @@ def ppo_policy_loss(
     dual_clip: float | None = None,
     weights: Tensor | None = None,
     ratio_level: RatioLevel = "token",
-    mode: Aggregation = "token-mean",
-    tokens: float | Tensor | None = None,
-    sequences: float | Tensor | None = None,
-    horizon: float | None = None,
+    scale: LossScale = TOKEN_MEAN,
 ) -> PolicyLoss:
     """Clipped PPO loss (Schulman et al. 2017, arXiv 1707.06347): ``max(-A r, -A clip(r, 1 - low, 1 + high))``.
 
@@ -122,7 +138,7 @@ def ppo_policy_loss(
         weights: ``[B, R]`` importance weights, constants that multiply each token's clipped loss.
         ratio_level: ``token``, or ``sequence``: exp of the row's mean log-ratio for each of its tokens (GSPO, Zheng et
             al. 2025, arXiv 2507.18071), whose gradient reaches token ``t`` as ``ratio * grad log-prob_t``.
-        mode, tokens, sequences, horizon: see :func:`aggregate`.
+        scale: how token losses become one number.
 
     Raises:
         ValueError: shapes that differ, half precision, or a setting out of range.
@@ -143,7 +159,7 @@ def ppo_policy_loss(
     if weights is not None:
         require_same_shape(weights=weights, mask=mask)
         loss = loss * select_valid(weights.detach(), mask)
-    scalar = aggregate(loss, mask, mode, tokens=tokens, sequences=sequences, horizon=horizon)
+    scalar = aggregate(loss, mask, scale)
     return PolicyLoss(scalar, ratio.detach(), (bounded > plain).detach(), clipped_lower)
 
 
@@ -154,10 +170,7 @@ def reinforce_policy_loss(
     mask: Tensor,
     *,
     weights: Tensor | None = None,
-    mode: Aggregation = "token-mean",
-    tokens: float | Tensor | None = None,
-    sequences: float | Tensor | None = None,
-    horizon: float | None = None,
+    scale: LossScale = TOKEN_MEAN,
 ) -> PolicyLoss:
     """REINFORCE (Williams 1992), off-policy by importance weights: ``-A w log p``, without a clip.
 
@@ -167,7 +180,7 @@ def reinforce_policy_loss(
         advantages: ``[B, R]``.
         mask: ``[B, R]``, true on valid tokens.
         weights: ``[B, R]`` importance weights, constants; absent means 1.
-        mode, tokens, sequences, horizon: see :func:`aggregate`.
+        scale: how token losses become one number.
 
     Raises:
         ValueError: shapes that differ, or half precision.
@@ -180,7 +193,7 @@ def reinforce_policy_loss(
         gain = gain * select_valid(weights.detach(), mask)
     # A token without a gain teaches nothing, whatever its probability: 0 times -inf would be NaN.
     loss = -gain * select_valid(logprobs, mask.bool() & (gain != 0))
-    scalar = aggregate(loss, mask, mode, tokens=tokens, sequences=sequences, horizon=horizon)
+    scalar = aggregate(loss, mask, scale)
     log_ratio = select_valid(logprobs.detach() - rollout_logprobs.detach(), mask)
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     never = torch.zeros_like(mask, dtype=torch.bool)
@@ -194,10 +207,7 @@ def value_loss(
     mask: Tensor,
     *,
     clip: float | None = None,
-    mode: Aggregation = "token-mean",
-    tokens: float | Tensor | None = None,
-    sequences: float | Tensor | None = None,
-    horizon: float | None = None,
+    scale: LossScale = TOKEN_MEAN,
 ) -> ValueLoss:
     """Half the aggregate of ``max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2)``.
 
@@ -207,7 +217,7 @@ def value_loss(
         returns: ``[B, R]``, the targets.
         mask: ``[B, R]``, true on valid tokens.
         clip: c; ``None`` for the plain squared error.
-        mode, tokens, sequences, horizon: see :func:`aggregate`.
+        scale: how token losses become one number.
 
     Raises:
         ValueError: shapes that differ, half precision, or ``clip`` is not above 0.
@@ -224,7 +234,7 @@ def value_loss(
         bounded = (torch.clamp(values, old - clip, old + clip) - target).square()
         clipped = (bounded > loss).detach()
         loss = torch.maximum(loss, bounded)
-    scalar = 0.5 * aggregate(loss, mask, mode, tokens=tokens, sequences=sequences, horizon=horizon)
+    scalar = 0.5 * aggregate(loss, mask, scale)
     return ValueLoss(scalar, clipped)
 
 

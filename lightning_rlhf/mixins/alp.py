@@ -59,7 +59,7 @@ class ALPMixin(Base):
         settings = alp_settings(alp)
         if settings is None:
             return
-        if settings.ratio == "unified" and not getattr(self.engine, "reports_logprobs", True):
+        if settings.ratio == "unified" and not self.engine.reports_logprobs:
             engine = type(self.engine).__name__
             raise SettingError(f"{BLOCK}.ratio", "unified", f"decoupled: {engine} reports no log-probabilities")
         lm: Any = self.actor.lm

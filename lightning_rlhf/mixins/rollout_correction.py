@@ -53,7 +53,7 @@ class RolloutCorrectionMixin(Base):
         settings = correction_settings(rollout_correction)
         if settings is None:
             return
-        if not getattr(self.engine, "reports_logprobs", True):
+        if not self.engine.reports_logprobs:
             given = type(self.engine).__name__
             raise SettingError(f"{BLOCK}", "on", f"null with the engine {given}, which reports no log-probabilities")
         self._correction = _State(settings, AdaptiveLimits(self.control, settings))
@@ -118,7 +118,7 @@ class RolloutCorrectionMixin(Base):
             minibatch.require("advantages"),
             correction.keep,
             weights=correction.weights,
-            **self._aggregation(minibatch),
+            scale=minibatch.scale,
         )
         return loss._replace(accepted=correction.keep)
 

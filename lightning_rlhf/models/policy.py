@@ -40,12 +40,12 @@ class Policy:
 def build_policy(
     loaded: LoadedModel,
     *,
-    critic: CriticKind = "separate",
+    critic: CriticKind = "shared",
     reference: ReferenceKind = "copy",
     lora: Mapping[str, Any] | None = None,
     activation_checkpointing: bool = False,
     npu_fused: bool = False,
-    seed: int = 0,
+    seed: int = 1,
 ) -> Policy:
     """Build actor, critic and reference from one loaded model.
 

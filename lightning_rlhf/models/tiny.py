@@ -17,15 +17,15 @@ _PLAIN_CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}
 def build_tiny(
     vocabulary: str | Sequence[str],
     *,
-    hidden_size: int = 128,
+    hidden_size: int = 96,
     intermediate_size: int | None = None,
-    layers: int = 4,
-    heads: int = 4,
+    layers: int = 2,
+    heads: int = 3,
     key_value_heads: int | None = None,
-    max_positions: int = 512,
+    max_positions: int = 64,
     tie_embeddings: bool = False,
     add_bos: bool = False,
-    seed: int = 0,
+    seed: int = 1,
     dtype: str = "float32",
 ) -> LoadedModel:
     """A randomly initialised Llama, the same for the same arguments, and a tokenizer with one token per character.

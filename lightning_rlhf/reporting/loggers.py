@@ -17,7 +17,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
@@ -26,8 +26,11 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_rlhf.files import ensure_line_end, replaced, write_whole
 
+Ability = Literal["log_start", "log_samples", "log_decisions", "log_file", "log_checkpoints", "closing_lines"]
+"""What a logger may have a method for, beside what Lightning's have; see the head of this file."""
 
-def tell(loggers: Iterable[Logger], what: str, *arguments: Any, **options: Any) -> list[Any]:
+
+def tell(loggers: Iterable[Logger], what: Ability, *arguments: Any, **options: Any) -> list[Any]:
     """Call the method ``what`` of every logger that has it; what they returned."""
     methods = [getattr(logger, what, None) for logger in loggers]
     return [method(*arguments, **options) for method in methods if method is not None]
@@ -83,6 +86,17 @@ class RunCSVLogger(CSVLogger):
     """
 
     _goes_on = False
+
+    def __init__(
+        self,
+        save_dir: str | Path,
+        *,
+        name: str = "metrics",
+        version: int | str | None = "",
+        prefix: str = "",
+        flush_logs_every_n_steps: int = 1,
+    ) -> None:
+        super().__init__(save_dir, name, version, prefix, flush_logs_every_n_steps)
 
     @rank_zero_only
     def log_start(self, iteration: int) -> None:
@@ -164,9 +178,17 @@ class _Rows(ExperimentWriter):
 class RunTensorBoardLogger(TensorBoardLogger):
     """Lightning's, for runs that go on: TensorBoard hides what was recorded of iterations that are done again."""
 
-    def __init__(self, save_dir: str, **options: Any) -> None:
+    def __init__(
+        self,
+        save_dir: str,
+        *,
+        name: str = "tensorboard",
+        version: int | str | None = "",
+        default_hp_metric: bool = False,
+        **options: Any,
+    ) -> None:
         try:
-            super().__init__(save_dir, **options)
+            super().__init__(save_dir, name, version, default_hp_metric=default_hp_metric, **options)
         except ModuleNotFoundError as error:
             raise ImportError(f'needs TensorBoard: pip install "lightning-rlhf[tensorboard]" ({error})') from error
 
@@ -194,8 +216,19 @@ class RunTensorBoardLogger(TensorBoardLogger):
 class RunWandbLogger(WandbLogger):
     """Lightning's, with an error that says what to install."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(
+        self,
+        save_dir: str,
+        *,
+        project: str = "lightning_rlhf",
+        name: str | None = None,
+        offline: bool = False,
+        id: str | None = None,  # W&B's word
+        log_model: bool = False,
+        **options: Any,
+    ) -> None:
+        own = {"project": project, "name": name, "offline": offline, "id": id, "log_model": log_model}
         try:
-            super().__init__(**options)
+            super().__init__(save_dir=save_dir, **own, **options)
         except ModuleNotFoundError as error:
             raise ImportError(f'needs Weights & Biases: pip install "lightning-rlhf[wandb]" ({error})') from error

@@ -98,7 +98,7 @@ class RLMLFlowLogger(MLFlowLogger):
         experiment_name: str = "lightning_rlhf",
         run_name: str | None = None,
         tracking_uri: str | None = None,
-        store_dir: str | Path = "outputs/mlflow",
+        store_dir: str | Path = "mlflow",
         resume_from: str | Path | None = None,
         branch_from: str | Path | None = None,
         branch_iteration: int | None = None,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_rlhf.experience import PromptBatch, Rollout
 from lightning_rlhf.rollout.ahead import Ahead
+from lightning_rlhf.rollout.binding import Binding, stop_ids_setting
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -34,7 +35,7 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     samples: int = 1
-    max_new_tokens: int = 64
+    max_new_tokens: int = 256
     greedy: bool = False
 
     def __post_init__(self) -> None:
@@ -57,10 +58,22 @@ class Sampling:
 
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """Draws responses to prompts."""
+    """Draws responses to prompts; :class:`BaseEngine` is where one of your own begins."""
 
     sampling: Sampling
     ahead: Ahead
+    reports_logprobs: bool
+    """Whether each token comes with its log-probability, as rollout correction and ALP need it."""
+    max_model_len: int | None
+    """Longest sequence, prompt and response, that the settings allow; ``None``: they say nothing."""
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether the trained weights themselves generate; sharded ones have to be gathered around each call."""
+
+    @property
+    def positions(self) -> int | None:
+        """Longest sequence that the engine takes, known once it is set up; ``None``: whatever the model takes."""
 
     def setup(self, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         """Bind the engine to the trainer's language model and tokenizer, on all ranks together.
@@ -95,6 +108,74 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """The run is over: free what the engine holds beyond the trainer's model."""
+
+
+class BaseEngine:
+    """What the kit's engines have in common: settings of sampling, and the head of what they say of themselves.
+
+    Args:
+        temperature: divides the logits.
+        top_k: only the ``top_k`` likeliest tokens may be drawn; 0 switches it off.
+        top_p: only the smallest set of likeliest tokens with this mass may be drawn; 1 switches it off.
+        samples: responses per prompt.
+        max_new_tokens: limit of the response length, end token included.
+        stop_token_ids: ids that end a response, beside all end tokens of tokenizer, model and generation config.
+        ignore_eos: no token ends a response; each has exactly ``max_new_tokens`` (benchmarks).
+        lag: 1 generates the next batch while this one is trained on (:class:`HFEngine`: from a copy of the language
+            model); 0 is on-policy.
+        max_staleness: see :class:`~lightning_rlhf.rollout.Ahead`.
+
+    Raises:
+        ValueError: a setting is not allowed.
+    """
+
+    reports_logprobs = True
+    max_model_len: int | None = None
+
+    def __init__(
+        self,
+        *,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        samples: int = 1,
+        max_new_tokens: int = 256,
+        stop_token_ids: Iterable[int] | None = None,
+        ignore_eos: bool = False,
+        lag: int = 0,
+        max_staleness: int | None = None,
+    ) -> None:
+        self.sampling = Sampling(temperature, top_k, top_p, samples, max_new_tokens)
+        self.ahead = Ahead(lag, max_staleness)
+        self.stop_token_ids = stop_ids_setting(stop_token_ids)
+        self.ignore_eos = ignore_eos
+        self.policy_version = 0
+
+    @property
+    def shares_weights(self) -> bool:
+        """No: the engine has weights of its own."""
+        return False
+
+    @property
+    def positions(self) -> int | None:
+        """No limit beside the model's."""
+        return None
+
+    def ends(self, binding: Binding) -> list[int]:
+        """Ids that end a response."""
+        return [] if self.ignore_eos else binding.stop_ids
+
+    def described(self, engine: str, binding: Binding, **own: Any) -> dict[str, Any]:
+        """What ``describe`` returns: the shared settings in force, and those of the engine alone.
+
+        Args:
+            engine: what it is called in a configuration.
+            binding: what model and tokenizer gave; ``ignored_generation_config`` is what the checkpoint wanted.
+            own: further settings and facts.
+        """
+        sampling = {name: value for name, value in asdict(self.sampling).items() if name != "greedy"}
+        shared = {"stop_token_ids": self.ends(binding), "ignore_eos": self.ignore_eos, **asdict(self.ahead)}
+        return {"engine": engine, **sampling, **shared, **own, "ignored_generation_config": binding.ignored}
 
 
 def pad_left(ids: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:

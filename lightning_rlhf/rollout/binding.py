@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning_rlhf.experience import PromptBatch, Rollout
-from lightning_rlhf.rollout.base import Sampling
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from lightning_rlhf.rollout.base import Sampling
 
 log = logging.getLogger(__name__)
 

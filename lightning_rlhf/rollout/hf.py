@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from copy import deepcopy
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightning_rlhf.experience import PromptBatch, Rollout
 from lightning_rlhf.models.weights import whole
-from lightning_rlhf.rollout.ahead import Ahead
 from lightning_rlhf.rollout.assemble import row_seeds
-from lightning_rlhf.rollout.base import Sampling, length_mask, pad_left
-from lightning_rlhf.rollout.binding import Binding, announce, bind, check_prompts, stop_ids_setting
+from lightning_rlhf.rollout.base import BaseEngine, length_mask, pad_left
+from lightning_rlhf.rollout.binding import Binding, announce, bind, check_prompts
 from lightning_rlhf.rollout.cache import CachedModel
 from lightning_rlhf.rollout.decode import Response, decode, prefill
 from lightning_rlhf.rollout.guard import generation_mode
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-class HFEngine:
+class HFEngine(BaseEngine):
     """Generation with a Hugging Face causal language model and its key-value cache.
 
     A row's tokens are a function of its prompt, the weights and its own seed: it does not matter who else is in the
@@ -33,46 +31,23 @@ class HFEngine:
     checkpoint's generation config says about sampling is **not** applied; :meth:`describe` lists it.
 
     Args:
-        temperature: divides the logits.
-        top_k: only the ``top_k`` likeliest tokens may be drawn; 0 switches it off.
-        top_p: only the smallest set of likeliest tokens with this mass may be drawn; 1 switches it off.
-        samples: responses per prompt.
-        max_new_tokens: limit of the response length, end token included.
-        stop_token_ids: ids that end a response, beside all end tokens of tokenizer, model and generation config.
-        ignore_eos: no token ends a response; each has exactly ``max_new_tokens`` (benchmarks).
         max_batch_tokens: limit of rows x (longest prompt + ``max_new_tokens``) generated at a time; bounds the
             memory of the cache, changes no sample. ``None``: everything at once.
-        lag: 1 generates the next batch while this one is trained on, from a copy of the language model; 0 generates
-            with the trained weights themselves.
-        max_staleness: see :class:`~lightning_rlhf.rollout.Ahead`.
+        shared: settings of sampling, end tokens and ``lag``, see :class:`~lightning_rlhf.rollout.base.BaseEngine`.
     """
 
     def __init__(
         self,
         *,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        samples: int = 1,
-        max_new_tokens: int = 64,
-        stop_token_ids: Iterable[int] | None = None,
-        ignore_eos: bool = False,
         max_batch_tokens: int | None = None,
-        lag: int = 0,
-        max_staleness: int | None = None,
+        **shared: Any,
     ) -> None:
-        self.sampling = Sampling(
-            temperature=temperature, top_k=top_k, top_p=top_p, samples=samples, max_new_tokens=max_new_tokens
-        )
-        self.ahead = Ahead(lag, max_staleness)
+        super().__init__(**shared)
         if max_batch_tokens is not None and (not isinstance(max_batch_tokens, int) or max_batch_tokens < 1):
             raise ValueError(
                 f"rollout.max_batch_tokens = {max_batch_tokens!r} is not allowed: an integer >= 1, or null for no limit"
             )
-        self.stop_token_ids = stop_ids_setting(stop_token_ids)
-        self.ignore_eos = ignore_eos
         self.max_batch_tokens = max_batch_tokens
-        self.policy_version = 0
         self._bound: tuple[CachedModel, Binding] | None = None
         self._trained: PreTrainedModel | None = None
         """Where weights are copied from, if this engine has a model of its own."""
@@ -106,15 +81,7 @@ class HFEngine:
     def describe(self) -> dict[str, Any]:
         """Every setting in force, as plain values; ``ignored_generation_config`` is what the checkpoint wanted."""
         _, binding = self._require_setup()
-        return {
-            "engine": "hf",
-            **{name: value for name, value in asdict(self.sampling).items() if name != "greedy"},
-            "stop_token_ids": [] if self.ignore_eos else binding.stop_ids,
-            "ignore_eos": self.ignore_eos,
-            "max_batch_tokens": self.max_batch_tokens,
-            **asdict(self.ahead),
-            "ignored_generation_config": binding.ignored,
-        }
+        return self.described("hf", binding, max_batch_tokens=self.max_batch_tokens)
 
     def close(self) -> None:
         """Let go of the model."""
@@ -140,7 +107,7 @@ class HFEngine:
         group = torch.arange(len(prompts), device=device).repeat_interleave(samples)
         rows = prompts.repeat(samples)
         seeds = row_seeds(prompts, samples, seed)
-        ends = [] if self.ignore_eos else binding.stop_ids
+        ends = self.ends(binding)
         uniforms = row_uniforms(seeds, max_new_tokens).to(device)
         response = Response.empty(len(rows), max_new_tokens, device)
         with generation_mode(model.lm):

@@ -6,7 +6,7 @@ import copy
 import os
 import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,10 +14,9 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_rlhf.accelerators.device import current, generators_kept
 from lightning_rlhf.experience import PromptBatch, Rollout
-from lightning_rlhf.rollout.ahead import Ahead
 from lightning_rlhf.rollout.assemble import Generated, assemble_rollout, row_seeds
-from lightning_rlhf.rollout.base import Sampling
-from lightning_rlhf.rollout.binding import Binding, announce, bind, check_prompts, stop_ids_setting, unwrapped
+from lightning_rlhf.rollout.base import BaseEngine, Sampling
+from lightning_rlhf.rollout.binding import Binding, announce, bind, check_prompts, unwrapped
 from lightning_rlhf.rollout.receiver import receive
 from lightning_rlhf.rollout.vllm_package import ASCEND_DEFAULTS, platform, quiet, require_vllm
 from lightning_rlhf.rollout.weights import WEIGHT_BITS, named_weights
@@ -35,7 +34,7 @@ OWN_ARGUMENTS = frozenset(
 """Arguments of ``vllm.LLM`` that this engine decides, because its log-probabilities or weights depend on them."""
 
 
-class VLLMEngine:
+class VLLMEngine(BaseEngine):
     """Generation with a vLLM engine that lives in the training process and has a copy of the weights.
 
     vLLM takes the architecture from the trainer's model in memory, starts with random weights and is then sent the
@@ -47,13 +46,6 @@ class VLLMEngine:
     config about sampling is applied. Greedy responses come with their log-probability at temperature 1.
 
     Args:
-        temperature: divides the logits.
-        top_k: only the ``top_k`` likeliest tokens may be drawn; 0 switches it off.
-        top_p: only the smallest set of likeliest tokens with this mass may be drawn; 1 switches it off.
-        samples: responses per prompt.
-        max_new_tokens: limit of the response length, end token included.
-        stop_token_ids: ids that end a response, beside all end tokens of tokenizer, model and generation config.
-        ignore_eos: no token ends a response; each has exactly ``max_new_tokens`` (benchmarks).
         dtype: of vLLM's weights and arithmetic: ``auto`` (the trainer's), ``float32``, ``bfloat16``, ``float16``.
         quantization: of vLLM, such as ``fp8``; ``None`` for none.
         weight_bits: the linear layers' weights that vLLM receives are rounded to 8 or 4 bits per output channel, to
@@ -66,8 +58,7 @@ class VLLMEngine:
         enforce_eager: no compilation and no CUDA graphs; ``None``: only on a CPU, where compiling takes minutes.
         sleep: give the memory of weights and cache back to the trainer between generations (GPU and NPU).
         engine_args: further arguments of ``vllm.LLM``.
-        lag: 1 generates the next batch while this one is trained on; 0 is on-policy.
-        max_staleness: see :class:`~lightning_rlhf.rollout.Ahead`.
+        shared: settings of sampling, end tokens and ``lag``, see :class:`~lightning_rlhf.rollout.base.BaseEngine`.
 
     Raises:
         ImportError: vLLM is not installed.
@@ -89,13 +80,6 @@ class VLLMEngine:
     def __init__(
         self,
         *,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        samples: int = 1,
-        max_new_tokens: int = 64,
-        stop_token_ids: Iterable[int] | None = None,
-        ignore_eos: bool = False,
         dtype: str = "auto",
         quantization: str | None = None,
         weight_bits: int | None = None,
@@ -105,22 +89,15 @@ class VLLMEngine:
         tensor_parallel_size: int = 1,
         enforce_eager: bool | None = None,
         sleep: bool = False,
-        engine_args: Mapping[str, Any] | None = None,
-        lag: int = 0,
-        max_staleness: int | None = None,
+        engine_args: Mapping[str, Any] = {},
+        **shared: Any,
     ) -> None:
-        self.sampling = Sampling(
-            temperature=temperature, top_k=top_k, top_p=top_p, samples=samples, max_new_tokens=max_new_tokens
-        )
-        self.ahead = Ahead(lag, max_staleness)
-        self.stop_token_ids = stop_ids_setting(stop_token_ids)
-        self.ignore_eos = ignore_eos
+        super().__init__(**shared)
         self.dtype, self.quantization, self.weight_bits = dtype, quantization, weight_bits
         self.gpu_memory_utilization, self.kv_cache_gib = gpu_memory_utilization, kv_cache_gib
         self.max_model_len, self.tensor_parallel_size = max_model_len, tensor_parallel_size
         self.enforce_eager, self.sleep = enforce_eager, sleep
         self.engine_args = dict(engine_args or {})
-        self.policy_version = 0
         self._check_settings()
         require_vllm()
         self._forget()
@@ -320,7 +297,7 @@ class VLLMEngine:
             max_tokens=sampling.max_new_tokens,
             min_tokens=0,
             ignore_eos=True,  # the list below is the one that counts
-            stop_token_ids=[] if self.ignore_eos else binding.stop_ids,
+            stop_token_ids=self.ends(binding),
             logprobs=0,  # of the sampled token alone
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -336,16 +313,7 @@ class VLLMEngine:
     def describe(self) -> dict[str, Any]:
         """Every setting in force, as plain values; ``ignored_generation_config`` is what the checkpoint wanted."""
         _, binding, _ = self._require_setup()
-        return {
-            "engine": "vllm",
-            **{name: value for name, value in asdict(self.sampling).items() if name != "greedy"},
-            "stop_token_ids": [] if self.ignore_eos else binding.stop_ids,
-            "ignore_eos": self.ignore_eos,
-            "weight_bits": self.weight_bits,
-            **self._resolved,
-            **asdict(self.ahead),
-            "ignored_generation_config": binding.ignored,
-        }
+        return self.described("vllm", binding, weight_bits=self.weight_bits, **self._resolved)
 
     def close(self) -> None:
         """End vLLM and free what it holds; :meth:`setup` may be called again."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from threading import RLock
 from typing import TYPE_CHECKING, Any
@@ -14,10 +14,9 @@ from torch import Tensor
 
 from lightning_rlhf.distributed.processes import gather_objects, place, together
 from lightning_rlhf.experience import PromptBatch, Rollout
-from lightning_rlhf.rollout.ahead import Ahead
 from lightning_rlhf.rollout.assemble import Generated, assemble_rollout, row_seeds
-from lightning_rlhf.rollout.base import Sampling
-from lightning_rlhf.rollout.binding import Binding, announce, bind, check_prompts, stop_ids_setting, unwrapped
+from lightning_rlhf.rollout.base import BaseEngine, Sampling
+from lightning_rlhf.rollout.binding import Binding, announce, bind, check_prompts, unwrapped
 from lightning_rlhf.rollout.door import read_token
 from lightning_rlhf.rollout.pool import Row, ServerPool
 from lightning_rlhf.rollout.server import START, Server, ServerMismatch
@@ -31,7 +30,7 @@ LOWEST_TEMPERATURE = 0.01
 """vLLM raises lower temperatures to this one."""
 
 
-class VLLMServerEngine:
+class VLLMServerEngine(BaseEngine):
     """Generation spread over vLLM servers, which fetch the trainer's weights after every update.
 
     A row's tokens are a function of its prompt, the weights and its own seed: it does not matter which server draws it
@@ -45,13 +44,6 @@ class VLLMServerEngine:
 
     Args:
         urls: addresses of the servers, ``http://host:port``.
-        temperature: divides the logits.
-        top_k: only the ``top_k`` likeliest tokens may be drawn; 0 switches it off.
-        top_p: only the smallest set of likeliest tokens with this mass may be drawn; 1 switches it off.
-        samples: responses per prompt.
-        max_new_tokens: limit of the response length, end token included.
-        stop_token_ids: ids that end a response, beside all end tokens of tokenizer, model and generation config.
-        ignore_eos: no token ends a response; each has exactly ``max_new_tokens`` (benchmarks).
         requests_per_server: responses that one server works on at a time, of all training processes together.
         request_timeout: seconds for one response and for one transfer of the weights.
         retries: how often to look for a server when none is left, and how often to ask again for one response.
@@ -61,8 +53,7 @@ class VLLMServerEngine:
         weights_host: address of the first process's machine that the servers can reach; weights are offered there.
         weights_port: port for it; 0 takes a free one.
         weights_part_mib: weights travel in parts of about this size.
-        lag: 1 generates the next batch while this one is trained on; 0 is on-policy.
-        max_staleness: see :class:`~lightning_rlhf.rollout.Ahead`.
+        shared: settings of sampling, end tokens and ``lag``, see :class:`~lightning_rlhf.rollout.base.BaseEngine`.
 
     Raises:
         ValueError: a setting is not allowed.
@@ -72,13 +63,6 @@ class VLLMServerEngine:
         self,
         urls: Sequence[str],
         *,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        samples: int = 1,
-        max_new_tokens: int = 64,
-        stop_token_ids: Iterable[int] | None = None,
-        ignore_eos: bool = False,
         requests_per_server: int = 64,
         request_timeout: float = 600.0,
         retries: int = 6,
@@ -87,15 +71,11 @@ class VLLMServerEngine:
         weights_host: str = "127.0.0.1",
         weights_port: int = 0,
         weights_part_mib: int = 256,
-        lag: int = 0,
-        max_staleness: int | None = None,
+        **shared: Any,
     ) -> None:
-        self.sampling = Sampling(
-            temperature=temperature, top_k=top_k, top_p=top_p, samples=samples, max_new_tokens=max_new_tokens
-        )
-        self.ahead = Ahead(lag, max_staleness)
-        if temperature < LOWEST_TEMPERATURE:
-            _refuse("temperature", temperature, f"vLLM samples at {LOWEST_TEMPERATURE} or above")
+        super().__init__(**shared)
+        if self.sampling.temperature < LOWEST_TEMPERATURE:
+            _refuse("temperature", self.sampling.temperature, f"vLLM samples at {LOWEST_TEMPERATURE} or above")
         if isinstance(urls, str) or not urls or len(set(urls)) < len(urls):
             _refuse("urls", urls, "a list of different addresses as http://host:port")
         _at_least("requests_per_server", requests_per_server, 1)
@@ -104,9 +84,6 @@ class VLLMServerEngine:
         _at_least("weights_port", weights_port, 0)
         _positive("request_timeout", request_timeout)
         _positive("retry_seconds", retry_seconds)
-        self.stop_token_ids = stop_ids_setting(stop_token_ids)
-        self.ignore_eos = ignore_eos
-        self.policy_version = 0
         self._address, self._part_bytes = (weights_host, weights_port), weights_part_mib * 2**20
         token = read_token(token_file)
         self._pool = ServerPool(
@@ -210,23 +187,19 @@ class VLLMServerEngine:
         """Every setting in force, as plain values, and what each server says of itself."""
         binding = self._bound()
         facts = [member.server.facts for member in self._pool.members if member.server.facts]
-        return {
-            "engine": "vllm_server",
-            **{name: value for name, value in asdict(self.sampling).items() if name != "greedy"},
-            "stop_token_ids": [] if self.ignore_eos else binding.stop_ids,
-            "ignore_eos": self.ignore_eos,
-            "requests_per_server": self._pool.per_server,
-            "retries": self._pool.retries,
-            "retry_seconds": self._pool.retry_seconds,
+        return self.described(
+            "vllm_server",
+            binding,
+            requests_per_server=self._pool.per_server,
+            retries=self._pool.retries,
+            retry_seconds=self._pool.retry_seconds,
             **self._settings,
-            "weights_from": self._source[0],
-            **asdict(self.ahead),
+            weights_from=self._source[0],
             # The coarsest there is, where servers differ.
-            "dtype": next((f["dtype"] for f in facts if f["dtype"] != "float32"), "float32"),
-            "quantization": next((f["quantization"] for f in facts if f["quantization"] is not None), None),
-            "servers": {member.server.url: dict(member.server.facts) for member in self._pool.members},
-            "ignored_generation_config": binding.ignored,
-        }
+            dtype=next((f["dtype"] for f in facts if f["dtype"] != "float32"), "float32"),
+            quantization=next((f["quantization"] for f in facts if f["quantization"] is not None), None),
+            servers={member.server.url: dict(member.server.facts) for member in self._pool.members},
+        )
 
     def close(self) -> None:
         """Break off what is running and stop offering weights; the servers go on, and :meth:`setup` may come again."""
@@ -318,7 +291,7 @@ class VLLMServerEngine:
             "max_tokens": sampling.max_new_tokens,
             "logprobs": 0,  # the sampled token's alone
             "ignore_eos": True,  # the server's own idea of end tokens; ours follow
-            "stop_token_ids": [] if self.ignore_eos else binding.stop_ids,
+            "stop_token_ids": self.ends(binding),
             "detokenize": False,
         }
         rows = [ids for ids in prompts.ids for _ in range(sampling.samples)]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from lightning_rlhf.schema.keys import get
-from lightning_rlhf.settings import PPOSettings, SettingError, build
+from lightning_rlhf.settings import PPOSettings, SettingError
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,8 @@ def batch_sizes_of(config: Mapping[str, Any]) -> BatchSizes | None:
 def settings_of(config: Mapping[str, Any]) -> PPOSettings | None:
     """The module's settings, or ``None`` where a block is wrong (:func:`.checks.module_settings` says so)."""
     try:
-        settings = PPOSettings()
-        for field in fields(PPOSettings):
-            values = get(config, f"module.{field.name}")
-            kind = type(getattr(settings, field.name))
-            settings = replace(settings, **{field.name: build(kind, f"module.{field.name}", values)})
+        return PPOSettings.from_blocks(
+            **{field.name: get(config, f"module.{field.name}") for field in fields(PPOSettings)}
+        )
     except SettingError:
         return None
-    return settings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from glob import glob
 from typing import Any
 
@@ -126,16 +126,17 @@ MISSING = object()
 
 def module_settings(config: Mapping[str, Any]) -> Iterator[Problem]:
     """Unknown keys and values out of range in the blocks of ``module``."""
-    yield from _settings(config, {f.name: type(getattr(PPOSettings(), f.name)) for f in fields(PPOSettings)})
+    defaults = {field.name: getattr(PPOSettings(), field.name) for field in fields(PPOSettings)}
+    yield from _settings(config, {name: (type(own), asdict(own)) for name, own in defaults.items()})
 
 
 def mixin_settings(config: Mapping[str, Any]) -> Iterator[Problem]:
     """The same in the blocks of the mixins."""
-    yield from _settings(config, {name: locate(place) for name, place in MIXIN_SETTINGS.items()})
+    yield from _settings(config, {name: (locate(path), {}) for name, path in MIXIN_SETTINGS.items()})
 
 
-def _settings(config: Mapping[str, Any], classes: Mapping[str, type]) -> Iterator[Problem]:
-    for name, kind in classes.items():
+def _settings(config: Mapping[str, Any], classes: Mapping[str, tuple[type, Mapping[str, Any]]]) -> Iterator[Problem]:
+    for name, (kind, defaults) in classes.items():
         block = f"module.{name}"
         given = get(config, block)
         if not isinstance(given, (Mapping, type(None))):
@@ -144,7 +145,7 @@ def _settings(config: Mapping[str, Any], classes: Mapping[str, type]) -> Iterato
         values, said = dict(given or {}), set()
         while True:
             try:
-                build(kind, block, values)
+                build(kind, block, values, defaults=defaults)
                 break
             except SettingError as error:
                 if error.key in said:

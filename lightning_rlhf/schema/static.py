@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,7 +45,9 @@ def declared(path: object) -> Declared | None:
 def _of_class(module: str, node: ast.ClassDef) -> Declared | None:
     for statement in node.body:
         if isinstance(statement, ast.FunctionDef) and statement.name == "__init__":
-            return _arguments(statement.args, skip=1)
+            own = _arguments(statement.args, skip=1)
+            handed_on = statement.args.kwarg is not None and len(node.bases) == 1
+            return _with_those_of_the_base(module, node, statement.args) if own is None and handed_on else own
     if any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
         fields = [s for s in node.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)]
         if node.bases:
@@ -52,11 +55,25 @@ def _of_class(module: str, node: ast.ClassDef) -> Declared | None:
         named = {s.target.id: s for s in fields if isinstance(s.target, ast.Name)}
         annotations = {name: ast.unparse(s.annotation) for name, s in named.items()}
         return Declared(annotations, frozenset(name for name, s in named.items() if s.value is None))
+    return _of_base(module, node)
+
+
+def _of_base(module: str, node: ast.ClassDef) -> Declared | None:
     if len(node.bases) == 1 and isinstance(node.bases[0], ast.Name):
         base = _definition(module, node.bases[0].id)
         if base is not None and isinstance(base[1], ast.ClassDef):
             return _of_class(base[0], base[1])
     return None
+
+
+def _with_those_of_the_base(module: str, node: ast.ClassDef, arguments: ast.arguments) -> Declared | None:
+    """Arguments of an ``__init__`` whose ``**kwargs`` go to its one base, which is known."""
+    base, named = _of_base(module, node), copy(arguments)
+    named.kwarg = None
+    own = _arguments(named, skip=1)
+    if base is None or own is None:
+        return None
+    return Declared(base.annotations | own.annotations, base.required | own.required)
 
 
 def _arguments(arguments: ast.arguments, skip: int) -> Declared | None:

@@ -101,7 +101,7 @@ def test_one_step_of_pid_by_hand() -> None:
     assert second == pytest.approx(0.1 * math.exp(0.5 * e + 0.1 * (before + e) + 0.2 * (e - before)))
 
 
-@pytest.mark.parametrize("mode", ["pid", "seed", "proportional"])
+@pytest.mark.parametrize("mode", ["pid", "doubling", "proportional"])
 def test_readings_that_are_no_number_change_nothing_and_negative_ones_lower_the_coefficient(mode: Any) -> None:
     controller = AdaptiveKL(TARGET, mode=mode, smoothing=0.0)
     assert controller.next_coefficient(0.1, math.nan, 64) == 0.1
@@ -110,7 +110,7 @@ def test_readings_that_are_no_number_change_nothing_and_negative_ones_lower_the_
 
 def test_the_seed_rule_doubles_once_per_reading_and_stays_in_its_bounds() -> None:
     """Smoothing 0.5 waits two iterations; the average starts anew, so one high reading acts once."""
-    controller = AdaptiveKL(TARGET, mode="seed", smoothing=0.5)
+    controller = AdaptiveKL(TARGET, mode="doubling", smoothing=0.5)
     betas, beta = [], 0.1
     for kl in (0.2, 0.2, 0.05, 0.05, 0.01, 0.01, 0.01, 0.01):
         beta = controller.next_coefficient(beta, kl, 64)
@@ -130,7 +130,7 @@ def test_the_proportional_controller_by_hand(kl: float, expected: float) -> None
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"mode": "bang"}, r"mode = 'bang' is not allowed: one of pid, seed, proportional"),
+        ({"mode": "bang"}, r"mode = 'bang' is not allowed: one of pid, doubling, proportional"),
         ({"minimum": 0.5, "maximum": 0.1}, r"minimum = 0.5 is not allowed: below callbacks.adaptive_kl.maximum = 0.1"),
         ({"minimum": 0}, r"minimum = 0 is not allowed: a finite number > 0"),
         ({"smoothing": 1.0}, r"smoothing = 1.0 is not allowed"),

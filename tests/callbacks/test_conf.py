@@ -19,7 +19,7 @@ CONF = Path(__file__).resolve().parents[2] / "conf" / "callbacks"
 
 CHANGES: dict[str, dict[str, Any]] = {
     "adaptive_kl": {
-        **{"target": 0.1, "mode": "seed", "kp": 0.1, "ki": 0.1, "kd": 0.1, "smoothing": 0.5, "minimum": 0.02},
+        **{"target": 0.1, "mode": "doubling", "kp": 0.1, "ki": 0.1, "kd": 0.1, "smoothing": 0.5, "minimum": 0.02},
         **{"maximum": 0.4, "horizon": 100, "figure_every": None},
     },
     "advantage_vanish": {"threshold": 0.1, "relative": False},

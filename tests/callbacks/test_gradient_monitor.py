@@ -108,7 +108,7 @@ def test_a_broken_gradient_under_a_finite_loss_moves_nothing_not_even_the_schedu
             loss.register_hook(lambda gradient: gradient * float("nan"))
             return loss
 
-    module = tiny_module(cls=Broken, iterations=2, optimizer={"schedule": "linear"})
+    module = tiny_module(cls=Broken, iterations=2, optimizer={"schedule": "linear", "final_lr_fraction": 0.0})
     before = weights(module)
     with pytest.warns(UserWarning, match="not finite"):
         trainer = fit(module, [GradientMonitor(max_nonfinite=50)])

@@ -31,7 +31,7 @@ NAN = math.nan
 
 def controllers() -> list[RLHFCallback]:
     return [
-        *(AdaptiveKL(0.1, mode=mode, smoothing=0.0, minimum=0.001) for mode in ("pid", "seed", "proportional")),
+        *(AdaptiveKL(0.1, mode=mode, smoothing=0.0, minimum=0.001) for mode in ("pid", "doubling", "proportional")),
         *(KLGuard(target=0.1), KLGuard(), KLEarlyStop(0.1, per_minibatch=True, hard_limit=1.0, patience=3)),
         *(AdvantageVanish(), AdvantageVanish(relative=False), ClipFractionBreak(per_minibatch=True)),
         *(EfficiencyStop(window=1), EfficiencyStop(window=1, relative=False), GradientMonitor(), LRBackoff()),
@@ -95,7 +95,7 @@ def knob_values(control: Control) -> dict[str, float]:
     return {name: knob.value for name, knob in control.knobs.items()}
 
 
-@pytest.mark.parametrize("mode", ["pid", "seed", "proportional"])
+@pytest.mark.parametrize("mode", ["pid", "doubling", "proportional"])
 def test_the_coefficient_does_not_fall_from_one_half(mode: Any) -> None:
     """With 0 for nothing, pid without smoothing took it from 0.5 to 0.001."""
     controller = AdaptiveKL(0.1, mode=mode, smoothing=0.0, minimum=0.001)

@@ -25,7 +25,7 @@ from lightning_rlhf.functional.advantages import (
 )
 from lightning_rlhf.functional.correction import Plan, WeightLevel, correct
 from lightning_rlhf.functional.kl import kl_estimate
-from lightning_rlhf.functional.losses import aggregate, ppo_policy_loss, reinforce_policy_loss, value_loss
+from lightning_rlhf.functional.losses import LossScale, aggregate, ppo_policy_loss, reinforce_policy_loss, value_loss
 from lightning_rlhf.functional.rejection import parse_rules
 from lightning_rlhf.functional.stats import explained_variance, masked_mean, masked_moments, whiten
 from lightning_rlhf.metrics.moments import RunningMoments
@@ -38,7 +38,7 @@ def group_of(rows: Tensor) -> Tensor:
 
 
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
-    "aggregate": lambda x, y, z, mask: aggregate(x, mask, "seq-mean-token-mean"),
+    "aggregate": lambda x, y, z, mask: aggregate(x, mask, LossScale("seq-mean-token-mean")),
     "ppo": lambda x, y, z, mask: ppo_policy_loss(x, y, z, mask, dual_clip=3.0).loss,
     "ppo sequence": lambda x, y, z, mask: ppo_policy_loss(x, y, z, mask, ratio_level="sequence").loss,
     "reinforce": lambda x, y, z, mask: reinforce_policy_loss(x, y, z, mask).loss,
@@ -236,10 +236,10 @@ def test_a_small_spread_that_float32_can_hold_is_kept() -> None:
 def test_a_denominator_is_taken_as_it_is() -> None:
     """A share of a token was silently one whole token: 3 in place of 6."""
     loss, mask = torch.tensor([[1.0, 2.0]]), torch.ones(1, 2)
-    assert aggregate(loss, mask, tokens=0.5).item() == 6.0
-    assert aggregate(loss, mask, tokens=torch.tensor(0.5)).item() == 6.0
-    assert aggregate(loss, mask, "seq-mean-token-sum", sequences=0.25).item() == 12.0
-    assert aggregate(loss, mask, "seq-mean-token-sum-norm", sequences=1, horizon=0.5).item() == 6.0
+    assert aggregate(loss, mask, LossScale(tokens=0.5)).item() == 6.0
+    assert aggregate(loss, mask, LossScale(tokens=torch.tensor(0.5))).item() == 6.0
+    assert aggregate(loss, mask, LossScale("seq-mean-token-sum", sequences=0.25)).item() == 12.0
+    assert aggregate(loss, mask, LossScale("seq-mean-token-sum-norm", sequences=1, horizon=0.5)).item() == 6.0
 
 
 @pytest.mark.parametrize("count", [0.0, -1.0, math.nan, math.inf, torch.tensor(0), torch.tensor(-2.0)])
@@ -250,4 +250,4 @@ def test_a_denominator_is_taken_as_it_is() -> None:
 def test_what_is_no_denominator_is_refused(mode: Any, name: str, count: Any) -> None:
     said = rf"denominator {name} = .* is not allowed: a finite number > 0"
     with pytest.raises(ValueError, match=said):
-        aggregate(torch.ones(1, 2), torch.ones(1, 2), mode, **{name: count})
+        aggregate(torch.ones(1, 2), torch.ones(1, 2), LossScale(mode, **{name: count}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from lightning_rlhf.functional.kl import kl_estimate
 from lightning_rlhf.functional.losses import (
     Aggregation,
+    LossScale,
     aggregate,
     ppo_policy_loss,
     reinforce_policy_loss,
@@ -78,7 +80,7 @@ def test_policy_loss_matches_the_references(case: dict[str, Any], dtype: torch.d
         dual_clip=None if gspo else config.get("clip_ratio_c", config.get("delta")),
         weights=inputs.get("rollout_is_weights"),
         ratio_level="sequence" if gspo else "token",
-        mode=mode,
+        scale=LossScale(mode),
     )
     result.loss.backward()
     # Dr. GRPO divides by sequences x horizon, all ranks; veRL by the horizon alone. Every row here has a valid token.
@@ -109,7 +111,7 @@ def test_value_loss_matches_the_reference(case: dict[str, Any], dtype: torch.dty
         inputs["returns"],
         mask,
         clip=case["config"]["cliprange_value"],
-        mode=case["config"]["loss_agg_mode"],
+        scale=LossScale(case["config"]["loss_agg_mode"]),
     )
     result.loss.backward()
     close(result.loss.detach(), case["outputs"]["vf_loss"], dtype)
@@ -151,14 +153,14 @@ def test_clip_fraction_and_kl_are_means_over_valid_tokens() -> None:
 def test_micro_batches_add_up() -> None:
     """One token with loss 4 and three with 0, cut 1 + 3, are 1.0; the mean of micro-batch means is 2.0."""
     loss, mask = torch.tensor([[4.0, 0, 0], [0, 0, 0]]), torch.tensor([[1, 0, 0], [1, 1, 1]])
-    parts = [aggregate(loss[i : i + 1], mask[i : i + 1], "token-mean", tokens=4.0) for i in range(2)]
-    assert torch.stack(parts).sum().item() == aggregate(loss, mask, "token-mean").item() == 1.0
+    parts = [aggregate(loss[i : i + 1], mask[i : i + 1], LossScale(tokens=4.0)) for i in range(2)]
+    assert torch.stack(parts).sum().item() == aggregate(loss, mask).item() == 1.0
 
 
 def test_the_numerator_is_masked() -> None:
     """Losses of padding, however large, reach neither the mean nor the gradient."""
     loss = torch.tensor([[2.0, 50.0], [4.0, -10.0]], requires_grad=True)
-    result = aggregate(loss, torch.tensor([[1, 0], [1, 0]]), "token-mean")
+    result = aggregate(loss, torch.tensor([[1, 0], [1, 0]]))
     result.backward()
     assert result.item() == 3.0
     assert loss.grad is not None
@@ -192,14 +194,14 @@ MASK = [[1, 1, 0], [1, 0, 0], [0, 0, 0]]
     ],
 )
 def test_aggregation_leaves_empty_rows_out(mode: Aggregation, expected: float) -> None:
-    assert aggregate(torch.tensor(LOSS), torch.tensor(MASK), mode).item() == pytest.approx(expected)
+    assert aggregate(torch.tensor(LOSS), torch.tensor(MASK), LossScale(mode)).item() == pytest.approx(expected)
 
 
 def test_the_horizon_replaces_the_padded_width() -> None:
     loss, mask = torch.tensor(LOSS), torch.tensor(MASK)
     wide = torch.nn.functional.pad(loss, (0, 5)), torch.nn.functional.pad(mask, (0, 5))
     for part in ((loss, mask), wide):
-        assert aggregate(*part, "seq-mean-token-sum-norm", horizon=16).item() == pytest.approx(13 / (2 * 16))
+        assert aggregate(*part, LossScale("seq-mean-token-sum-norm", horizon=16)).item() == pytest.approx(13 / (2 * 16))
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])
@@ -212,9 +214,9 @@ def test_gradient_does_not_depend_on_the_cut(mode: Aggregation, level: Any, as_t
     mask = torch.arange(7) < lengths.unsqueeze(1)
     old, advantages, returns = torch.randn(3, 8, 7, generator=generator).unbind()
     start = old + 0.3 * torch.randn(8, 7, generator=generator)
-    counts: dict[str, Any] = {"tokens": float(mask.sum()), "sequences": 7.0, "horizon": 9}
+    scale = LossScale(mode, tokens=float(mask.sum()), sequences=7.0, horizon=9)
     if as_tensor:
-        counts |= {"tokens": mask.sum(), "sequences": torch.tensor(7)}
+        scale = replace(scale, tokens=mask.sum(), sequences=torch.tensor(7))
     gradients = {}
     for cuts in (1, 2, 4):
         leaf = start.clone().requires_grad_()
@@ -222,9 +224,9 @@ def test_gradient_does_not_depend_on_the_cut(mode: Aggregation, level: Any, as_t
             width = int(lengths[rows].max())
             part, lp = (rows, slice(0, width)), leaf[rows, :width]
             policy = ppo_policy_loss(
-                lp, old[part], advantages[part], mask[part], dual_clip=3.0, ratio_level=level, mode=mode, **counts
+                lp, old[part], advantages[part], mask[part], dual_clip=3.0, ratio_level=level, scale=scale
             )
-            value = value_loss(lp, old[part], returns[part], mask[part], clip=0.2, mode=mode, **counts)
+            value = value_loss(lp, old[part], returns[part], mask[part], clip=0.2, scale=scale)
             (policy.loss + value.loss).backward()
         gradients[cuts] = leaf.grad
     for cuts in (2, 4):
@@ -244,9 +246,9 @@ def test_padding_and_row_order_never_matter(seed: int, mode: Aggregation, level:
         leaf = inputs[0].clone().requires_grad_()
         weights = inputs[4].abs()
         policy = ppo_policy_loss(
-            leaf, inputs[1], inputs[2], valid, dual_clip=1.5, weights=weights, ratio_level=level, mode=mode
+            leaf, inputs[1], inputs[2], valid, dual_clip=1.5, weights=weights, ratio_level=level, scale=LossScale(mode)
         )
-        value = value_loss(leaf, inputs[1], inputs[3], valid, clip=0.3, mode=mode)
+        value = value_loss(leaf, inputs[1], inputs[3], valid, clip=0.3, scale=LossScale(mode))
         assert torch.isfinite(policy.ratio).all()
         with torch.autograd.set_detect_anomaly(True, check_nan=True):  # no NaN on the way either
             (policy.loss + value.loss).backward()
@@ -273,13 +275,11 @@ def test_padding_and_row_order_never_matter(seed: int, mode: Aggregation, level:
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_valid_is_zero_connected_to_the_graph(mode: Aggregation, denominator: Any, shape: Any) -> None:
     junk, mask = torch.full(shape, math.nan), torch.zeros(shape, dtype=torch.bool)
-    counts = {"tokens": denominator, "sequences": denominator}
+    scale = LossScale(mode, tokens=denominator, sequences=denominator)
     for level in ("token", "sequence"):
         leaf = junk.clone().requires_grad_()
-        policy = ppo_policy_loss(
-            leaf, junk, junk, mask, dual_clip=2.0, weights=junk, ratio_level=level, mode=mode, **counts
-        )
-        value = value_loss(leaf, junk, junk, mask, clip=0.2, mode=mode, **counts)
+        policy = ppo_policy_loss(leaf, junk, junk, mask, dual_clip=2.0, weights=junk, ratio_level=level, scale=scale)
+        value = value_loss(leaf, junk, junk, mask, clip=0.2, scale=scale)
         loss = policy.loss + value.loss
         assert loss.item() == 0.0
         loss.backward()
@@ -348,7 +348,6 @@ def test_without_a_clip_the_value_loss_is_the_squared_error() -> None:
         ({"clip_high": 0.0}, "clip_high = 0.0"),
         ({"dual_clip": 1.0}, "dual_clip = 1.0"),
         ({"ratio_level": "row"}, "'row'.*token, sequence"),
-        ({"mode": "mean"}, "'mean'.*token-mean, seq-mean-token-sum"),
         ({"weights": torch.ones(1, 1)}, r"weights \[1, 1\], mask \[1, 2\]"),
     ],
 )
@@ -356,6 +355,8 @@ def test_settings_out_of_range_are_refused(setting: dict[str, Any], message: str
     ones = torch.ones(1, 2)
     with pytest.raises(ValueError, match=message):
         ppo_policy_loss(ones, ones, ones, ones, **setting)
+    with pytest.raises(ValueError, match=r"'mean'.*token-mean, seq-mean-token-sum"):
+        LossScale("mean")  # type: ignore[arg-type]
 
 
 def test_reinforce_is_the_weighted_log_probability_and_reports_the_ratio_to_the_engine() -> None:

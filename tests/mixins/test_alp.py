@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_rlhf.callbacks import RLHFCallback
 from lightning_rlhf.checkpoint import IterationCheckpoint, RNGState
 from lightning_rlhf.experience import Experience, MiniBatch
-from lightning_rlhf.functional.losses import ppo_policy_loss
+from lightning_rlhf.functional.losses import LossScale, ppo_policy_loss
 from lightning_rlhf.metrics.batch import MetricBatch
 from lightning_rlhf.settings import SettingError
 from tests.support import Recorder, fit, prompts, same, tiny_module, tiny_policy, weights
@@ -30,7 +30,8 @@ def alp_module(alp: dict[str, Any] | None, **changes: Any) -> Any:
 def minibatch(experience: Experience) -> MiniBatch:
     counts = experience.require("loss_mask").sum(-1)
     rows = torch.arange(len(experience))
-    return MiniBatch.from_experience(experience, rows, float(counts.sum()), float((counts > 0).sum()))
+    scale = LossScale(tokens=float(counts.sum()), sequences=float((counts > 0).sum()))
+    return MiniBatch.from_experience(experience, rows, scale)
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +153,7 @@ def test_what_stands_below_the_line(scored: Any, ratio: str, denominator: str, r
 
 def test_unified_drops_tokens_without_an_engine_probability(scored: Any) -> None:
     module = alp_module({"ratio": "unified"})
-    experience: Any = MiniBatch.from_experience(scored, torch.arange(len(scored)), 1.0, 1.0)
+    experience: Any = MiniBatch.from_experience(scored, torch.arange(len(scored)), LossScale(tokens=1.0, sequences=1.0))
     experience.rollout_logprobs = scored.rollout_logprobs.clone()
     experience.rollout_logprobs[0, 0] = math.nan
     module.prepare_experience(experience)
@@ -483,7 +484,7 @@ def test_keys_of_the_router() -> None:
     router = module.router_perturbation
     assert router.target == 0.3 and torch.allclose(router.log_sigma.exp(), torch.tensor(1e-3))
     experience = Experience(**_one_row(), prompt_key=["a"], prompts=["a"], texts=["b"])
-    batch = MiniBatch.from_experience(experience, torch.arange(1), tokens=8.0, sequences=1.0)
+    batch = MiniBatch.from_experience(experience, torch.arange(1), LossScale(tokens=8.0, sequences=1.0))
     module.actor_logprobs(batch)
     shares = dict(router._shares)
     # 4 of the minibatch's 8 tokens are in this micro-batch.

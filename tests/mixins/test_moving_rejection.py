@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_rlhf.callbacks import RLHFCallback
 from lightning_rlhf.experience import MiniBatch, PromptBatch, Rollout
+from lightning_rlhf.functional.losses import LossScale
 from lightning_rlhf.metrics import Metric, names, register
 from lightning_rlhf.metrics.batch import MetricBatch
 from lightning_rlhf.ppo import PPOModule
@@ -154,7 +155,7 @@ def test_steps_end_where_the_policy_has_left_the_band() -> None:
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_rejected_tokens_pull_at_nothing(mode: str, level: str) -> None:
+def test_rejected_tokens_pull_at_nothing(mode: Any, level: str) -> None:
     """Values, entropy and KL of a minibatch are those of its accepted tokens: the others left a norm of 0.017."""
     loss = {"entropy_coefficient": 0.1, "aggregation": mode, "ratio_level": level}
     recorder = Recorder()
@@ -162,9 +163,8 @@ def test_rejected_tokens_pull_at_nothing(mode: str, level: str) -> None:
     fit(module, [recorder])
     [(experience, _)] = recorder.of("on_experience_ready")
     counts = experience.loss_mask.sum(-1)
-    whole = MiniBatch.from_experience(
-        experience, torch.arange(len(experience)), float(counts.sum()), float((counts > 0).sum())
-    )
+    scale = LossScale(mode, tokens=float(counts.sum()), sequences=float((counts > 0).sum()))
+    whole = MiniBatch.from_experience(experience, torch.arange(len(experience)), scale)
     module._correction.begin(2)
     found, metrics = gradients(module, whole)
     with torch.no_grad():
@@ -198,8 +198,8 @@ def test_a_rejected_token_is_not_in_the_ratio_of_its_sequence(gap: float) -> Non
     minibatch = MiniBatch(
         prompt_ids=torch.ones(1, 1, dtype=torch.int64), prompt_mask=ones[:, :1], response_ids=ones.long(),
         response_mask=ones, rollout_logprobs=rollout, finish=one, policy_version=one, seed=one, group=one,
-        prompt_key=["a"], old_logprobs=rollout, advantages=torch.ones(1, 10), loss_mask=ones, tokens=10.0,
-        sequences=1.0,
+        prompt_key=["a"], old_logprobs=rollout, advantages=torch.ones(1, 10), loss_mask=ones,
+        scale=LossScale(tokens=10.0, sequences=1.0),
     )  # fmt: skip
     logprobs.requires_grad_()
     result = module.policy_loss(minibatch, logprobs)

@@ -17,7 +17,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning_rlhf.callbacks import RLHFCallback
 from lightning_rlhf.checkpoint import IterationCheckpoint
 from lightning_rlhf.experience import MiniBatch, PromptBatch, Rollout, split_by_tokens
-from lightning_rlhf.functional.losses import ppo_policy_loss
+from lightning_rlhf.functional.losses import LossScale, ppo_policy_loss
 from lightning_rlhf.metrics.batch import MetricBatch
 from lightning_rlhf.mixins.correction_settings import AdaptiveSettings, RolloutCorrectionSettings
 from lightning_rlhf.models import Actor
@@ -98,10 +98,11 @@ def test_the_loss_is_weighted_by_trainer_over_engine() -> None:
     torch.testing.assert_close(found, by_hand)
 
 
-def whole(experience: Any) -> MiniBatch:
+def whole(experience: Any, mode: Any = "token-mean") -> MiniBatch:
     counts = experience.loss_mask.sum(-1)
     rows = torch.arange(len(experience))
-    return MiniBatch.from_experience(experience, rows, float(counts.sum()), float((counts > 0).sum()))
+    scale = LossScale(mode, tokens=float(counts.sum()), sequences=float((counts > 0).sum()), horizon=8)
+    return MiniBatch.from_experience(experience, rows, scale)
 
 
 @pytest.mark.parametrize("estimator", ["gae", "grpo", "rloo", "reinforce_plus_plus"])
@@ -277,7 +278,7 @@ def test_gradients_do_not_depend_on_the_cut(block: dict[str, Any], mode: str) ->
     fit(module, [recorder])
     [(experience, _)] = recorder.of("on_experience_ready")
     module._correction.begin(2)
-    batch, found = whole(experience), []
+    batch, found = whole(experience, mode), []
     for parts in ([batch], [part for _, part in split_by_tokens(batch, batch.lengths(), 1)]):
         module.zero_grad()
         for part in parts:

@@ -140,7 +140,7 @@ def test_activation_checkpointing_changes_no_number(
 
 
 def test_activation_checkpointing_of_the_separate_critic(make_lm: Any) -> None:
-    policy: Any = build_policy(loaded(make_lm()), activation_checkpointing=True)
+    policy: Any = build_policy(loaded(make_lm()), critic="separate", activation_checkpointing=True)
     assert policy.critic.backbone.is_gradient_checkpointing
     assert policy.actor.lm.is_gradient_checkpointing
     assert not policy.reference.actor.lm.is_gradient_checkpointing

@@ -55,7 +55,7 @@ def test_vocabulary_is_checked(vocabulary: Any, reason: str) -> None:
     [
         ({"heads": 3}, "model heads = 3 must divide hidden_size = 32"),
         ({"hidden_size": 36, "heads": 4}, "even head sizes"),
-        ({"key_value_heads": 3}, "model key_value_heads = 3 must divide heads = 4"),
+        ({"heads": 4, "key_value_heads": 3}, "model key_value_heads = 3 must divide heads = 4"),
         ({"dtype": "fp32"}, "model dtype = 'fp32' is not allowed: one of float32, bfloat16, float16"),
     ],
 )

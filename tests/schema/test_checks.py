@@ -9,8 +9,9 @@ import pytest
 from lightning_rlhf import schema
 from lightning_rlhf.assembly import with_key
 from lightning_rlhf.schema import ConfigError, Problem
-from lightning_rlhf.schema.locate import locate
+from lightning_rlhf.schema.locate import locate, parameters_of
 from lightning_rlhf.schema.spelling import FOREIGN_KEYS, hint, nearest
+from lightning_rlhf.schema.static import declared
 from lightning_rlhf.schema.trainer import REFUSED_TRAINER_OPTIONS
 
 
@@ -347,3 +348,13 @@ def test_interpolations_are_resolved(compose, tmp_path):
 )
 def test_a_key_is_printed_once_in_front_of_what_a_constructor_says(text, block, shown):
     assert with_key(text, block) == shown
+
+
+@pytest.mark.parametrize("engine", ["HFEngine", "VLLMEngine", "VLLMServerEngine"])
+def test_the_source_tells_the_arguments_of_an_engine_and_of_its_base(engine: str) -> None:
+    """Without an import, as the first check of a command reads them: the same as those of the class."""
+    path = f"lightning_rlhf.rollout.{engine}"
+    found, parameters = declared(path), parameters_of(locate(path))
+    assert found is not None and set(found.names) == set(parameters)
+    assert found.required == {name for name, p in parameters.items() if p.default is p.empty}
+    assert found.annotations["lag"] == "int"

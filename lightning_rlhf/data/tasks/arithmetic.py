@@ -71,7 +71,7 @@ class ArithmeticTask:
         self,
         operations: str = "+",
         min_value: int = 0,
-        max_value: int = 99,
+        max_value: int = 49,
         *,
         style: Style = "plain",
         template: str | None = None,
