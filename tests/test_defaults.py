@@ -20,10 +20,10 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_rlhf.callbacks import KLEarlyStop
+from lightning_rlhf.distributed.ray_settings import RaySettings
 from lightning_rlhf.mixins.alp_settings import ALPSettings, RouterSettings
 from lightning_rlhf.mixins.correction_settings import RolloutCorrectionSettings
-from lightning_rlhf.ray_settings import RaySettings
-from lightning_rlhf.schema import settings_of
+from lightning_rlhf.schema.batch_sizes import settings_of
 from lightning_rlhf.schema.locate import locate, parameters_of
 from lightning_rlhf.schema.shipped import flatten
 from lightning_rlhf.settings import PPOSettings
