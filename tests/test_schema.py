@@ -9,7 +9,7 @@ import pytest
 from lightning_rlhf import schema
 from lightning_rlhf.assembly import with_key
 from lightning_rlhf.locate import locate
-from lightning_rlhf.schema import ConfigError, Problem
+from lightning_rlhf.schema import ConfigError, Problem, check
 from lightning_rlhf.spelling import FOREIGN_KEYS, hint, nearest
 from lightning_rlhf.trainer_settings import REFUSED_TRAINER_OPTIONS
 
@@ -347,3 +347,13 @@ def test_interpolations_are_resolved(compose, tmp_path):
 )
 def test_a_key_is_printed_once_in_front_of_what_a_constructor_says(text, block, shown):
     assert with_key(text, block) == shown
+
+
+def test_a_problem_is_named_by_the_key_that_was_typed(compose) -> None:
+    """``model.lr.actor`` feeds ``module.actor.lr``, which checks it and would be all that is named."""
+    with pytest.raises(ConfigError) as caught:
+        check(compose("model.lr.actor=-1", "module.critic.lr=-2"))
+    first, second = caught.value.problems
+    assert (first.key, first.value) == ("model.lr.actor", -1)
+    assert first.allowed.endswith("(module.actor.lr is this value)")
+    assert (second.key, second.value) == ("module.critic.lr", -2) and "is this value" not in second.allowed
