@@ -136,11 +136,12 @@ class PromptDataModule(LightningDataModule):
         self.dropped[name] = len(encoded.too_long)
         if encoded.too_long:
             log.warning(
-                "data.%s: %d of %d prompts dropped, longer than data.max_prompt_tokens = %s (the longest has %d): %s",
+                "data.%s: %d of %d prompts dropped, longer than data.max_prompt_tokens = %s (the longest has %s%d): %s",
                 name,
                 len(encoded.too_long),
                 len(encoded.too_long) + len(encoded.prompts),
                 self._encoder.max_tokens,
+                "at least " if self._encoder.counted_in_part else "",
                 encoded.longest,
                 listed([prompt.row[SOURCE_KEY] for prompt in encoded.too_long]),
             )

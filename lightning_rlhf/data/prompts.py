@@ -37,7 +37,7 @@ class EncodedPrompts:
 
     Attributes:
         prompts: those that fit, in the rows' order.
-        too_long: those longer than the limit, in the rows' order.
+        too_long: those longer than the limit, in the rows' order; of huge ones the tokens of their beginning.
     """
 
     prompts: list[Prompt]
@@ -45,7 +45,7 @@ class EncodedPrompts:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt, too long ones included."""
+        """Tokens of the longest prompt, too long ones included; of huge ones at least so many."""
         return max(len(prompt.ids) for prompt in [*self.prompts, *self.too_long])
 
 
@@ -81,6 +81,8 @@ class PromptEncoder:
         self.system_prompt, self.text_as_chat = system_prompt, text_as_chat
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.max_tokens = max_tokens
+        self.counted_in_part = False
+        """Whether the tokens of a prompt were not counted to its end, as it is too long in any case."""
         probe = tokenizer("", add_special_tokens=True)["input_ids"]
         bos = tokenizer.bos_token_id
         self._bos: list[int] = [bos] if bos is not None and list(probe[:1]) == [bos] else []
@@ -105,9 +107,10 @@ class PromptEncoder:
         if not prompts and not too_long:
             raise DataError("there is no row")
         if not prompts:
+            shortest = min(len(prompt.ids) for prompt in too_long)
             raise DataError(
                 f"all {len(too_long)} prompts are longer than data.max_prompt_tokens = {self.max_tokens}; the shortest "
-                f"has {min(len(prompt.ids) for prompt in too_long)} tokens. Raise the limit or shorten the prompts"
+                f"has {'at least ' * self.counted_in_part}{shortest} tokens. Raise the limit or shorten the prompts"
             )
         return EncodedPrompts(prompts, too_long)
 
@@ -175,8 +178,21 @@ class PromptEncoder:
             yield [*self._bos, *ids] if needs_bos else list(ids)
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
-        ids: list[list[int]] = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        ids: list[list[int]] = self.tokenizer(
+            [self._enough(text) for text in texts], add_special_tokens=False, verbose=False
+        )["input_ids"]
         return ids
+
+    def _enough(self, text: str) -> str:
+        """The text, or as much of a huge one as shows that it is too long: a tokenizer takes seconds for a megabyte."""
+        if self.max_tokens is None or len(text) <= 64 * self.max_tokens:
+            return text
+        beginning = text[: 16 * self.max_tokens]
+        # Twice the limit: where a text is cut, its last tokens are others.
+        if len(self.tokenizer(beginning, add_special_tokens=False, verbose=False)["input_ids"]) <= 2 * self.max_tokens:
+            return text
+        self.counted_in_part = True
+        return beginning
 
     def _ids_of_row(self, text: str, row: Row) -> list[int]:
         try:

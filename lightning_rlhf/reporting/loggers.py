@@ -17,7 +17,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
@@ -129,7 +129,7 @@ class RunCSVLogger(CSVLogger):
         """What writes the file."""
         if self._experiment is None:
             self._experiment = _Rows(self.log_dir, goes_on=self._goes_on)
-        return self._experiment
+        return cast(_Rows, self._experiment)
 
 
 def _made_by(iteration: int, line: str) -> bool:

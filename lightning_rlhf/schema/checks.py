@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from glob import glob
@@ -54,6 +55,7 @@ def check(config: DictConfig) -> dict[str, Any]:
     _refuse(
         plain,
         given,
+        config,
         secrets,
         top_level,
         blocks,
@@ -85,7 +87,7 @@ def first_look(config: DictConfig, typed: Sequence[str] = ()) -> None:
         raise ConfigError(lost)
     plain, _ = _adopted(given)
     keys = (secrets, top_level, blocks, declared_arguments)
-    _refuse(plain, given, *keys, kinds, module_settings, trainer_options, numbers, combinations)
+    _refuse(plain, given, config, *keys, kinds, module_settings, trainer_options, numbers, combinations)
 
 
 def _containers(config: DictConfig) -> dict[str, Any]:
@@ -111,11 +113,27 @@ def _adopted(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         raise ConfigError([Problem(error.key, error.value, error.allowed)]) from error
 
 
-def _refuse(plain: Mapping[str, Any], given: Mapping[str, Any], *checks: Check) -> None:
-    """Raise with every problem; a key that came in a pasted block is called what it is called there."""
+def _refuse(plain: Mapping[str, Any], given: Mapping[str, Any], config: DictConfig, *checks: Check) -> None:
+    """Raise with every problem, each under the key that was typed.
+
+    A key that came in a pasted block is called what it is called there, and one whose value is that of another key
+    (``module.actor.lr`` is ``${model.lr.actor}``) is called by both, the other one first.
+    """
     problems = [problem for each in checks for problem in each(plain)]
     if problems:
-        raise ConfigError([replace(problem, key=pasted_name(problem.key, given)) for problem in problems])
+        named = [replace(problem, key=pasted_name(problem.key, given)) for problem in problems]
+        written: Any = OmegaConf.to_container(config, resolve=False)
+        raise ConfigError([_under_its_source(problem, written) for problem in named])
+
+
+def _under_its_source(problem: Problem, written: Mapping[str, Any]) -> Problem:
+    """The problem under the key that its value comes from; the configuration as written has it as ``${other.key}``."""
+    key = problem.key
+    while isinstance(value := get(written, key), str) and (other := re.fullmatch(r"\$\{([\w.]+)\}", value)):
+        key = other[1]
+    if key == problem.key:
+        return problem
+    return replace(problem, key=key, allowed=f"{problem.allowed} ({problem.key} is this value)")
 
 
 MISSING = object()

@@ -152,6 +152,34 @@ def test_long_prompts_are_dropped_and_counted_never_cut():
     assert encoded.longest == 8
 
 
+def test_of_a_prompt_of_10_mb_only_a_beginning_is_tokenised(monkeypatch):
+    """It took a minute with a tokenizer of characters, to be dropped."""
+    tokenizer = toy_tokenizer()
+    encoder = PromptEncoder(tokenizer, max_tokens=512)
+    seen: list[int] = []
+    tokenise = type(tokenizer).__call__
+
+    def counting(self, texts, **options):
+        seen.append(sum(map(len, [texts] if isinstance(texts, str) else texts)))
+        return tokenise(self, texts, **options)
+
+    monkeypatch.setattr(type(tokenizer), "__call__", counting)
+    encoded = encoder.encode([row("1+2="), row("the cat sat on the mat " * 450_000), row("a" * 513)])
+    assert [prompt.text for prompt in encoded.prompts] == ["1+2="] and len(encoded.too_long) == 2
+    assert len(encoded.too_long[0].text) == 10_350_000, "the prompt itself is not cut"
+    assert sum(seen) < 20_000 and encoder.counted_in_part and encoded.longest == 16 * 512 + 1  # with its BOS
+
+
+def test_a_long_text_of_few_tokens_is_kept():
+    """A tokenizer that takes a run of blanks, or an unknown word, as one token."""
+    core = Tokenizer(models.WordLevel({"<pad>": 0, "</s>": 1, "a": 2}, unk_token="<pad>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", pad_token="<pad>")
+    encoder = PromptEncoder(tokenizer, max_tokens=8)
+    [prompt] = encoder.encode([row("a" + " " * 100_000 + "a")]).prompts
+    assert prompt.ids == [2, 2] and not encoder.counted_in_part
+
+
 def test_more_rows_than_one_tokenizer_call_keep_their_order():
     texts = [str(i) for i in range(2100)]
     assert [p.text for p in PromptEncoder(toy_tokenizer()).encode(map(row, texts)).prompts] == texts

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_rlhf import schema
 from lightning_rlhf.assembly import with_key
-from lightning_rlhf.schema import ConfigError, Problem
+from lightning_rlhf.schema import ConfigError, Problem, check
 from lightning_rlhf.schema.locate import locate, parameters_of
 from lightning_rlhf.schema.spelling import FOREIGN_KEYS, hint, nearest
 from lightning_rlhf.schema.static import declared
@@ -358,3 +358,13 @@ def test_the_source_tells_the_arguments_of_an_engine_and_of_its_base(engine: str
     assert found is not None and set(found.names) == set(parameters)
     assert found.required == {name for name, p in parameters.items() if p.default is p.empty}
     assert found.annotations["lag"] == "int"
+
+
+def test_a_problem_is_named_by_the_key_that_was_typed(compose) -> None:
+    """``model.lr.actor`` feeds ``module.actor.lr``, which checks it and would be all that is named."""
+    with pytest.raises(ConfigError) as caught:
+        check(compose("model.lr.actor=-1", "module.critic.lr=-2"))
+    first, second = caught.value.problems
+    assert (first.key, first.value) == ("model.lr.actor", -1)
+    assert first.allowed.endswith("(module.actor.lr is this value)")
+    assert (second.key, second.value) == ("module.critic.lr", -2) and "is this value" not in second.allowed
