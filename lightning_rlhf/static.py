@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,8 +69,9 @@ def _of_base(module: str, node: ast.ClassDef) -> Declared | None:
 def _with_those_of_the_base(module: str, node: ast.ClassDef, arguments: ast.arguments) -> Declared | None:
     """Arguments of an ``__init__`` whose ``**kwargs`` go to its one base, which is known."""
     base = _of_base(module, node)
-    arguments.kwarg = None  # of a tree that serves no other purpose
-    own = _arguments(arguments, skip=1)
+    alone = copy.copy(arguments)
+    alone.kwarg = None
+    own = _arguments(alone, skip=1)
     if base is None or own is None:
         return None
     return Declared(base.annotations | own.annotations, base.required | own.required)

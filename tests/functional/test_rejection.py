@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_rlhf.errors import SettingError
 from lightning_rlhf.functional.correction import Plan, correct
-from lightning_rlhf.functional.rejection import RULES, Rule, RuleError, parse_rules
+from lightning_rlhf.functional.rejection import RULES, Rule, parse_rules
 
 K2, K3 = 0.5 * math.log(2) ** 2, 2 - 1 - math.log(2)
 """Divergences of a token of ratio 2: 0.2402 and 0.3069 nats."""
@@ -98,6 +99,6 @@ def test_a_scaled_band_is_wider_in_log_space() -> None:
     ],
 )
 def test_what_is_refused(names: Any, threshold: Any, lower: Any, part: str, said: str) -> None:
-    with pytest.raises(RuleError, match=said) as caught:
+    with pytest.raises(SettingError, match=said) as caught:
         parse_rules(names, threshold, lower)
-    assert caught.value.part == part
+    assert caught.value.key == part
