@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from lightning import Trainer
 
 from lightning_rlhf.callbacks.base import RLHFCallback
+from lightning_rlhf.callbacks.checks import bounded
 from lightning_rlhf.events import UpdateStats
 from lightning_rlhf.module import ActorCriticModule
 from lightning_rlhf.reporting.loggers import tell
@@ -38,10 +39,7 @@ class ALPFigures(RLHFCallback):
     """
 
     def __init__(self, every_n_iterations: int = 10) -> None:
-        if type(every_n_iterations) is not int or every_n_iterations < 1:
-            raise ValueError(
-                f"callbacks.alp_figures.every_n_iterations = {every_n_iterations!r} is not allowed: a whole number >= 1"
-            )
+        bounded("alp_figures", at_least=1, whole=True, every_n_iterations=every_n_iterations)
         self.every_n_iterations = every_n_iterations
         self.iterations: list[int] = []
         self.layers: list[int] = []

@@ -10,6 +10,7 @@ from lightning import Trainer
 from torch import Tensor
 
 from lightning_rlhf.callbacks.base import RLHFCallback
+from lightning_rlhf.callbacks.checks import bounded
 from lightning_rlhf.experience import PromptBatch
 from lightning_rlhf.functional.stats import all_reduce_sum
 from lightning_rlhf.metrics.batch import MetricBatch
@@ -45,11 +46,8 @@ class Calibrate(RLHFCallback):
     """
 
     def __init__(self, prompts: int = 16, tokens: int = 32, every: int = 20, limit: float | None = None) -> None:
-        for name, value in (("prompts", prompts), ("tokens", tokens), ("every", every)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"callbacks.calibrate.{name} = {value!r} is not allowed: a whole number >= 1")
-        if limit is not None and not limit > 0:
-            raise ValueError(f"callbacks.calibrate.limit = {limit!r} is not allowed: a number > 0, or null")
+        bounded("calibrate", at_least=1, whole=True, prompts=prompts, tokens=tokens, every=every)
+        bounded("calibrate", above=0, optional=True, limit=limit)
         self.prompts, self.tokens, self.every, self.limit = prompts, tokens, every, limit
         self._first = True
 

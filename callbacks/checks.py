@@ -2,46 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-from lightning_rlhf.settings import SettingError
+from lightning_rlhf import bounds
 
 
-def bounded(
-    callback: str,
-    *,
-    above: float | None = None,
-    at_least: float | None = None,
-    below: float | None = None,
-    at_most: float | None = None,
-    whole: bool = False,
-    optional: bool = False,
-    **settings: Any,
-) -> None:
-    """Refuse settings that are no finite numbers within the bounds.
-
-    Args:
-        callback: the block in the configuration, such as ``kl_guard``.
-        above, at_least, below, at_most: the bounds; ``None`` is no bound.
-        whole: whole numbers only.
-        optional: ``None`` is allowed.
-        settings: values by name.
-
-    Raises:
-        SettingError: names key, value and what is allowed.
-    """
-    limits = [
-        (f"> {above}", lambda x: above is None or x > above),
-        (f">= {at_least}", lambda x: at_least is None or x >= at_least),
-        (f"< {below}", lambda x: below is None or x < below),
-        (f"<= {at_most}", lambda x: at_most is None or x <= at_most),
-    ]
-    wanted = " and ".join(text for text, _ in limits if not text.endswith("None"))
-    allowed = f"a {'whole' if whole else 'finite'} number {wanted}".rstrip() + (", or null" if optional else "")
-    for name, value in settings.items():
-        if value is None and optional:
-            continue
-        number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-        if not (number and math.isfinite(value) and all(holds(value) for _, holds in limits)):
-            raise SettingError(f"callbacks.{callback}.{name}", value, allowed)
+def bounded(callback: str, **bounds_and_settings: Any) -> None:
+    """:func:`lightning_rlhf.bounds.bounded` for the block ``callbacks.<callback>`` of the configuration."""
+    bounds.bounded(f"callbacks.{callback}", **bounds_and_settings)

@@ -9,6 +9,7 @@ from typing import Any
 from lightning import Trainer
 
 from lightning_rlhf.callbacks.base import RLHFCallback
+from lightning_rlhf.callbacks.checks import bounded
 from lightning_rlhf.events import ExperienceStats
 from lightning_rlhf.experience import Experience, Finish
 from lightning_rlhf.files import write_whole
@@ -27,9 +28,7 @@ class SamplesTable(RLHFCallback):
     """
 
     def __init__(self, every_n_iterations: int = 10, rows: int = 8) -> None:
-        for name, value in (("every_n_iterations", every_n_iterations), ("rows", rows)):
-            if value < 1:
-                raise ValueError(f"callbacks.samples_table.{name} = {value!r} is not allowed: a whole number >= 1")
+        bounded("samples_table", at_least=1, whole=True, every_n_iterations=every_n_iterations, rows=rows)
         self.every_n_iterations, self.rows = every_n_iterations, rows
 
     def on_experience_ready(

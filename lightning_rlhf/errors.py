@@ -21,6 +21,19 @@ class Problem:
         return f"{self.key} = {shown if len(shown) <= 80 else shown[:77] + '...'}\n    {self.allowed}"
 
 
+class SettingError(ValueError):
+    """A setting that cannot be honoured: names the key, the value and what is allowed."""
+
+    def __init__(self, key: str, value: Any, allowed: str) -> None:
+        super().__init__(f"{key} = {value!r} is not allowed: {allowed}")
+        self.key, self.value, self.allowed = key, value, allowed
+
+    @property
+    def problem(self) -> Problem:
+        """The same, as one of several things that are said together."""
+        return Problem(self.key, self.value, self.allowed)
+
+
 class InputError(ValueError):
     """Something the user gave cannot work; the message is all that is needed to mend it."""
 

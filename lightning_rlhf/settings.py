@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Any, TypeVar, get_args
 
+from lightning_rlhf.bounds import is_number
+from lightning_rlhf.errors import SettingError
 from lightning_rlhf.functional.choices import Aggregation, KLEstimator, RatioLevel
 from lightning_rlhf.functional.schedules import Schedule
 from lightning_rlhf.kinds import wrong_kind
@@ -15,20 +16,12 @@ from lightning_rlhf.kinds import wrong_kind
 _Settings = TypeVar("_Settings")
 
 
-class SettingError(ValueError):
-    """A setting that cannot be honoured: names the key, the value and what is allowed."""
-
-    def __init__(self, key: str, value: Any, allowed: str) -> None:
-        super().__init__(f"{key} = {value!r} is not allowed: {allowed}")
-        self.key, self.value, self.allowed = key, value, allowed
-
-
 def _positive(block: str, settings: object, *names: str, zero: bool = False) -> None:
     for name in names:
         value = getattr(settings, name)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        if not is_number(value):
             raise SettingError(f"{block}.{name}", value, "a finite number")
         if value < 0 or (value == 0 and not zero):
             raise SettingError(f"{block}.{name}", value, "a number >= 0" if zero else "a number > 0")

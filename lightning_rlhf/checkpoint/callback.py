@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_rlhf.bounds import bounded
 from lightning_rlhf.checkpoint.capture import Captured, can_capture, iteration_now, weights_are_finite
 from lightning_rlhf.checkpoint.files import (
     PARTIAL,
@@ -118,9 +119,8 @@ class IterationCheckpoint(Checkpoint):
         monitor: str | None = None,
         mode: Literal["min", "max"] = "max",
     ) -> None:
-        for name, value in (("every_n_iterations", every_n_iterations), ("keep", keep)):
-            if not (name == "keep" and value is None) and (type(value) is not int or value < 1):
-                raise ValueError(f"callbacks.checkpoint.{name} = {value!r} is not allowed: a whole number >= 1")
+        bounded("callbacks.checkpoint", at_least=1, whole=True, every_n_iterations=every_n_iterations)
+        bounded("callbacks.checkpoint", at_least=1, whole=True, optional=True, keep=keep)
         if mode not in ("min", "max"):
             raise ValueError(f"callbacks.checkpoint.mode = {mode!r} is not allowed: min or max")
         if "://" in str(dirpath):

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_rlhf.bounds import bounded
 from lightning_rlhf.settings import SettingError, build
 
 STRATEGY = "lightning_rlhf.distributed.strategies.RayDDPStrategy"
@@ -32,10 +33,8 @@ class RaySettings:
     """Arguments of ``ray.init`` for the one that is started."""
 
     def __post_init__(self) -> None:
-        for name, least in (("workers", 1), ("max_failures", -1)):
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise SettingError(f"trainer.ray.{name}", value, f"a whole number >= {least}")
+        bounded("trainer.ray", at_least=1, whole=True, workers=self.workers)
+        bounded("trainer.ray", at_least=-1, whole=True, max_failures=self.max_failures)
         if not isinstance(self.address, (str, type(None))):
             raise SettingError("trainer.ray.address", self.address, "HOST:PORT, auto, local or null")
         for name in ("resources_per_worker", "init"):

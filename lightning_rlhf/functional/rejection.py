@@ -27,6 +27,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightning_rlhf.errors import SettingError
 from lightning_rlhf.functional.kl import MAX_LOG_RATIO
 from lightning_rlhf.functional.log_ratio import LogRatio
 
@@ -50,20 +51,6 @@ RULES: dict[str, tuple[Over, Kind]] = {
     "seq_max_k3": ("max", "k3"),
 }
 """Every rule by name: what it is taken over, and of what."""
-
-
-class RuleError(ValueError):
-    """A rejection rule that cannot be honoured.
-
-    Attributes:
-        part: ``rollout_rs``, ``rollout_rs_threshold`` or ``rollout_rs_threshold_lower``.
-        value: what was given.
-        allowed: what is allowed.
-    """
-
-    def __init__(self, part: str, value: object, allowed: str) -> None:
-        super().__init__(f"{part} = {value!r} is not allowed: {allowed}")
-        self.part, self.value, self.allowed = part, value, allowed
 
 
 @dataclass(frozen=True)
@@ -148,7 +135,7 @@ def parse_rules(
         threshold_lower: lower bound of ratios given as one number; default ``1 / c``.
 
     Raises:
-        RuleError: an unknown rule, no bound, a bound that is not positive, lower above upper, or a lower bound of a
+        SettingError: an unknown rule, no bound, a bound that is not positive, lower above upper, or a lower bound of a
             divergence.
     """
     wanted = _split(names)
@@ -158,14 +145,14 @@ def parse_rules(
         if name not in RULES:
             near = get_close_matches(name, RULES, n=1)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
-            raise RuleError("rollout_rs", name, f"null, or some of {', '.join(RULES)}{hint}")
+            raise SettingError("rollout_rs", name, f"null, or some of {', '.join(RULES)}{hint}")
     if threshold is None:
-        raise RuleError("rollout_rs_threshold", None, f"a bound: rollout_rs = {','.join(wanted)} needs one")
+        raise SettingError("rollout_rs_threshold", None, f"a bound: rollout_rs = {','.join(wanted)} needs one")
     given = _split(threshold)
     if len(given) == 1:
         given = given * len(wanted)
     if len(given) != len(wanted):
-        raise RuleError("rollout_rs_threshold", threshold, f"one bound, or one for each of {', '.join(wanted)}")
+        raise SettingError("rollout_rs_threshold", threshold, f"one bound, or one for each of {', '.join(wanted)}")
     return tuple(_rule(name, bound, threshold_lower) for name, bound in zip(wanted, given, strict=True))
 
 
@@ -184,14 +171,14 @@ def _rule(name: str, bound: str, threshold_lower: float | None) -> Rule:
         if joined or threshold_lower is not None:
             part = "rollout_rs_threshold" if joined else "rollout_rs_threshold_lower"
             given = bound if joined else threshold_lower
-            raise RuleError(part, given, f"no lower bound for {name}: a divergence has an upper bound alone")
+            raise SettingError(part, given, f"no lower bound for {name}: a divergence has an upper bound alone")
         return Rule(name, upper)
     if joined:
         lower = _number("rollout_rs_threshold", bound, below)
     elif threshold_lower is not None:
         lower = _number("rollout_rs_threshold_lower", threshold_lower, str(threshold_lower))
     elif upper < 1:
-        raise RuleError(
+        raise SettingError(
             "rollout_rs_threshold", bound, f"at least 1 for {name}: {upper} stands for [{1 / upper:g}, {upper:g}], "
             "where nothing lies; a band is written 'lower_upper'"
         )  # fmt: skip
@@ -199,7 +186,7 @@ def _rule(name: str, bound: str, threshold_lower: float | None) -> Rule:
         lower = 1.0 / upper
     if lower > upper:
         part = "rollout_rs_threshold" if joined else "rollout_rs_threshold_lower"
-        raise RuleError(part, bound if joined else threshold_lower, f"a lower bound of at most {upper:g}")
+        raise SettingError(part, bound if joined else threshold_lower, f"a lower bound of at most {upper:g}")
     return Rule(name, upper, lower)
 
 
@@ -209,5 +196,5 @@ def _number(part: str, given: object, text: str) -> float:
     except ValueError:
         value = math.nan
     if not (math.isfinite(value) and value > 0):
-        raise RuleError(part, given, "a finite number > 0, or 'lower_upper' for a ratio")
+        raise SettingError(part, given, "a finite number > 0, or 'lower_upper' for a ratio")
     return value

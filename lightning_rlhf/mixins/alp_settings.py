@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from lightning_rlhf.bounds import bounded, is_number
 from lightning_rlhf.models.perturbation import BITS, Granularity
 from lightning_rlhf.settings import SettingError, build
 
@@ -28,9 +28,9 @@ class RouterSettings:
     def __post_init__(self) -> None:
         block = f"{BLOCK}.router"
         for name in ("init_sigma", "balance"):
-            if not (_is_number(getattr(self, name)) and getattr(self, name) >= 0):
+            if not (is_number(getattr(self, name)) and getattr(self, name) >= 0):
                 raise SettingError(f"{block}.{name}", getattr(self, name), "a number >= 0")
-        if self.target is not None and not (_is_number(self.target) and 0 < self.target <= 1):
+        if self.target is not None and not (is_number(self.target) and 0 < self.target <= 1):
             raise SettingError(f"{block}.target", self.target, "a number in (0, 1], or null")
 
 
@@ -79,17 +79,14 @@ class ALPSettings:
         if self.router is not None and not isinstance(self.router, RouterSettings):
             object.__setattr__(self, "router", build(RouterSettings, f"{BLOCK}.router", self.router))
         self._check_words()
-        for name in ("lr", "clip_norm", "max_clip_norm", "variance_limit", "kl_limit"):
-            if not (_is_number(getattr(self, name)) and getattr(self, name) > 0):
-                raise _refused(name, getattr(self, name), "a finite number > 0")
-        for name, least in (("warmup_steps", 0), ("compare_every", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise _refused(name, value, f"a whole number >= {least}")
+        positive = ("lr", "clip_norm", "max_clip_norm", "variance_limit", "kl_limit")
+        bounded(BLOCK, above=0, **{name: getattr(self, name) for name in positive})
+        bounded(BLOCK, at_least=0, whole=True, warmup_steps=self.warmup_steps)
+        bounded(BLOCK, at_least=1, whole=True, compare_every=self.compare_every)
         for name in ("min_lr_factor", "step"):
-            if not (_is_number(getattr(self, name)) and 0 < getattr(self, name) <= 1):
+            if not (is_number(getattr(self, name)) and 0 < getattr(self, name) <= 1):
                 raise _refused(name, getattr(self, name), "a number in (0, 1]")
-        if not (_is_number(self.smoothing) and 0 <= self.smoothing < 1):
+        if not (is_number(self.smoothing) and 0 <= self.smoothing < 1):
             raise _refused("smoothing", self.smoothing, "a number in [0, 1)")
         if self.max_clip_norm < self.clip_norm:
             raise _refused("max_clip_norm", self.max_clip_norm, f"at least clip_norm = {self.clip_norm}")
@@ -106,10 +103,10 @@ class ALPSettings:
 
     def _check_sigma(self) -> None:
         bounds = self.sigma_bounds
-        if not (_is_pair(bounds, _is_number) and 0 < bounds[0] < bounds[1]):
+        if not (_is_pair(bounds, is_number) and 0 < bounds[0] < bounds[1]):
             raise _refused("sigma_bounds", bounds, "two numbers > 0, the lower one first")
         object.__setattr__(self, "sigma_bounds", (float(bounds[0]), float(bounds[1])))
-        inside = _is_number(self.init_sigma) and (self.init_sigma == 0 or bounds[0] <= self.init_sigma <= bounds[1])
+        inside = is_number(self.init_sigma) and (self.init_sigma == 0 or bounds[0] <= self.init_sigma <= bounds[1])
         if not inside:
             raise _refused("init_sigma", self.init_sigma, f"0, or a number in sigma_bounds = {list(self.sigma_bounds)}")
         span = self.layer_range
@@ -130,10 +127,6 @@ def alp_settings(block: Mapping[str, Any] | ALPSettings | None) -> ALPSettings |
 
 def _refused(name: str, value: Any, allowed: str) -> SettingError:
     return SettingError(f"{BLOCK}.{name}", value, allowed)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _is_pair(value: Any, kind: Any) -> bool:

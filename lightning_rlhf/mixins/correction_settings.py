@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import torch
 
+from lightning_rlhf.bounds import bounded, is_number
 from lightning_rlhf.functional.correction import Missing, Plan, WeightLevel, WeightMode, storage_error
-from lightning_rlhf.functional.rejection import Rule, RuleError, parse_rules
+from lightning_rlhf.functional.rejection import Rule, parse_rules
 from lightning_rlhf.settings import SettingError, build
 
 BLOCK = "module.rollout_correction"
@@ -40,15 +40,15 @@ class AdaptiveSettings:
         block = f"{BLOCK}.adaptive"
         for name in ("target_ess", "target_rejection"):
             value = getattr(self, name)
-            if value is not None and not (_is_number(value) and 0 < value < 1):
+            if value is not None and not (is_number(value) and 0 < value < 1):
                 raise SettingError(f"{block}.{name}", value, "a number between 0 and 1, or null")
-        if not (_is_number(self.step) and 0 < self.step <= 1):
+        if not (is_number(self.step) and 0 < self.step <= 1):
             raise SettingError(f"{block}.step", self.step, "a number in (0, 1]")
-        if not (_is_number(self.smoothing) and 0 <= self.smoothing < 1):
+        if not (is_number(self.smoothing) and 0 <= self.smoothing < 1):
             raise SettingError(f"{block}.smoothing", self.smoothing, "a number in [0, 1)")
         for name in ("threshold_bounds", "scale_bounds"):
             bounds = getattr(self, name)
-            if not isinstance(bounds, Sequence) or len(bounds) != 2 or not all(map(_is_number, bounds)):
+            if not isinstance(bounds, Sequence) or len(bounds) != 2 or not all(map(is_number, bounds)):
                 raise SettingError(f"{block}.{name}", bounds, "two numbers, lowest and highest")
             if not 0 < bounds[0] <= bounds[1]:
                 raise SettingError(f"{block}.{name}", bounds, "two numbers > 0, the lowest first")
@@ -142,19 +142,18 @@ class RolloutCorrectionSettings:
                 raise _refused(name, value, f"one of {shown}")
         for name in ("rollout_is_threshold", "rollout_is_threshold_lower", "chi2_trigger"):
             value = getattr(self, name)
-            if not (value is None and name != "rollout_is_threshold") and not (_is_number(value) and value > 0):
+            if not (value is None and name != "rollout_is_threshold") and not (is_number(value) and value > 0):
                 raise _refused(name, value, "a finite number > 0")
         veto = self.rollout_token_veto_threshold
-        if veto is not None and not (_is_number(veto) and 0 < veto < 1):
+        if veto is not None and not (is_number(veto) and 0 < veto < 1):
             raise _refused("rollout_token_veto_threshold", veto, "a ratio between 0 and 1, or null")
-        if isinstance(self.full_every, bool) or not isinstance(self.full_every, int) or self.full_every < 1:
-            raise _refused("full_every", self.full_every, "a whole number >= 1")
+        bounded(BLOCK, at_least=1, whole=True, full_every=self.full_every)
 
     def _rules(self) -> tuple[Rule, ...]:
         try:
             return parse_rules(self.rollout_rs, self.rollout_rs_threshold, self.rollout_rs_threshold_lower)
-        except RuleError as error:
-            raise _refused(error.part, error.value, error.allowed) from None
+        except SettingError as error:
+            raise _refused(error.key, error.value, error.allowed) from None
 
     def _check_modes(self) -> None:
         lower, upper = self.rollout_is_threshold_lower, self.rollout_is_threshold
@@ -211,7 +210,3 @@ def correction_settings(
 
 def _refused(name: str, value: Any, allowed: str) -> SettingError:
     return SettingError(f"{BLOCK}.{name}", value, allowed)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

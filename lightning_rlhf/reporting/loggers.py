@@ -227,7 +227,7 @@ class RunWandbLogger(WandbLogger):
         log_model: bool = False,
         **options: Any,
     ) -> None:
-        own = {"project": project, "name": name, "offline": offline, "id": id, "log_model": log_model}
+        own: dict[str, Any] = {"project": project, "name": name, "offline": offline, "id": id, "log_model": log_model}
         try:
             super().__init__(save_dir=save_dir, **own, **options)
         except ModuleNotFoundError as error:

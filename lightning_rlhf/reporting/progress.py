@@ -14,6 +14,7 @@ from typing import Any
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 
+from lightning_rlhf.bounds import bounded
 from lightning_rlhf.reporting.terminal import note, say
 
 RECENT = 20
@@ -35,8 +36,7 @@ class ProgressLines(ProgressBar):
 
     def __init__(self, iterations: int, every: int | None = 5, *, terminal: bool = True) -> None:
         super().__init__()
-        if every is not None and every < 1:
-            raise ValueError(f"progress_every = {every!r} is not allowed: a whole number >= 1, or null")
+        bounded("", at_least=1, whole=True, optional=True, progress_every=every)
         self.iterations, self.every = iterations, every
         self.drawn = terminal and sys.stdout.isatty()
         self._seconds: deque[float] = deque(maxlen=RECENT)

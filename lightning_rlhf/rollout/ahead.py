@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lightning_rlhf.errors import SettingError
 from lightning_rlhf.experience import PromptBatch, Rollout
 
 
@@ -29,12 +30,10 @@ class Ahead:
 
     def __post_init__(self) -> None:
         if self.lag not in (0, 1) or isinstance(self.lag, bool):
-            raise ValueError(f"rollout.lag = {self.lag!r} is not allowed: 0 (on-policy) or 1 (one iteration behind)")
+            raise SettingError("rollout.lag", self.lag, "0 (on-policy) or 1 (one iteration behind)")
         limit = self.max_staleness
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < self.lag):
-            raise ValueError(
-                f"rollout.max_staleness = {limit!r} is not allowed: an integer >= rollout.lag = {self.lag}, or null"
-            )
+            raise SettingError("rollout.max_staleness", limit, f"an integer >= rollout.lag = {self.lag}, or null")
 
 
 class AheadRollouts:

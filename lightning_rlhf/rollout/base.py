@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -10,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from lightning_rlhf.bounds import is_number
+from lightning_rlhf.errors import SettingError
 from lightning_rlhf.experience import PromptBatch, Rollout
 from lightning_rlhf.rollout.ahead import Ahead
 from lightning_rlhf.rollout.binding import Binding, stop_ids_setting
@@ -39,11 +40,11 @@ class Sampling:
     greedy: bool = False
 
     def __post_init__(self) -> None:
-        if not (_is_number(self.temperature) and 0 < self.temperature < math.inf):
+        if not (is_number(self.temperature) and self.temperature > 0):
             _refuse("temperature", self.temperature, "a finite number > 0 (for argmax decoding use greedy=True)")
         if not (_is_integer(self.top_k) and self.top_k >= 0):
             _refuse("top_k", self.top_k, "an integer >= 0, where 0 switches it off")
-        if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
+        if not (is_number(self.top_p) and 0 < self.top_p <= 1):
             _refuse("top_p", self.top_p, "a number in (0, 1], where 1 switches it off")
         for name in ("samples", "max_new_tokens"):
             value = getattr(self, name)
@@ -191,13 +192,9 @@ def length_mask(lengths: Tensor, columns: int) -> Tensor:
     return torch.arange(columns, device=lengths.device) < lengths.unsqueeze(-1)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _refuse(key: str, value: object, allowed: str) -> None:
-    raise ValueError(f"rollout.{key} = {value!r} is not allowed: {allowed}")
+    raise SettingError(f"rollout.{key}", value, allowed)

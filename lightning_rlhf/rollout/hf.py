@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_rlhf.bounds import bounded
 from lightning_rlhf.experience import PromptBatch, Rollout
 from lightning_rlhf.models.weights import whole
 from lightning_rlhf.rollout.assemble import row_seeds
@@ -43,10 +44,7 @@ class HFEngine(BaseEngine):
         **shared: Any,
     ) -> None:
         super().__init__(**shared)
-        if max_batch_tokens is not None and (not isinstance(max_batch_tokens, int) or max_batch_tokens < 1):
-            raise ValueError(
-                f"rollout.max_batch_tokens = {max_batch_tokens!r} is not allowed: an integer >= 1, or null for no limit"
-            )
+        bounded("rollout", at_least=1, whole=True, optional=True, max_batch_tokens=max_batch_tokens)
         self.max_batch_tokens = max_batch_tokens
         self._bound: tuple[CachedModel, Binding] | None = None
         self._trained: PreTrainedModel | None = None

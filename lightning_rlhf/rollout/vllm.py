@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_rlhf.accelerators.device import current, generators_kept
+from lightning_rlhf.errors import SettingError
 from lightning_rlhf.experience import PromptBatch, Rollout
 from lightning_rlhf.rollout.assemble import Generated, assemble_rollout, row_seeds
 from lightning_rlhf.rollout.base import BaseEngine, Sampling
@@ -104,7 +105,7 @@ class VLLMEngine(BaseEngine):
 
     def _check_settings(self) -> None:
         def refuse(key: str, allowed: str) -> None:
-            raise ValueError(f"rollout.{key} = {getattr(self, key)!r} is not allowed: {allowed}")
+            raise SettingError(f"rollout.{key}", getattr(self, key), allowed)
 
         if self.dtype not in DTYPES:
             refuse("dtype", f"one of {', '.join(DTYPES)}")

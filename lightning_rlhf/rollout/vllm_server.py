@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -12,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from lightning_rlhf.bounds import bounded
 from lightning_rlhf.distributed.processes import gather_objects, place, together
+from lightning_rlhf.errors import SettingError
 from lightning_rlhf.experience import PromptBatch, Rollout
 from lightning_rlhf.rollout.assemble import Generated, assemble_rollout, row_seeds
 from lightning_rlhf.rollout.base import BaseEngine, Sampling
@@ -78,12 +79,10 @@ class VLLMServerEngine(BaseEngine):
             _refuse("temperature", self.sampling.temperature, f"vLLM samples at {LOWEST_TEMPERATURE} or above")
         if isinstance(urls, str) or not urls or len(set(urls)) < len(urls):
             _refuse("urls", urls, "a list of different addresses as http://host:port")
-        _at_least("requests_per_server", requests_per_server, 1)
-        _at_least("retries", retries, 0)
-        _at_least("weights_part_mib", weights_part_mib, 1)
-        _at_least("weights_port", weights_port, 0)
-        _positive("request_timeout", request_timeout)
-        _positive("retry_seconds", retry_seconds)
+        bounded("rollout", at_least=1, whole=True, requests_per_server=requests_per_server)
+        bounded("rollout", at_least=1, whole=True, weights_part_mib=weights_part_mib)
+        bounded("rollout", at_least=0, whole=True, retries=retries, weights_port=weights_port)
+        bounded("rollout", above=0, request_timeout=request_timeout, retry_seconds=retry_seconds)
         self._address, self._part_bytes = (weights_host, weights_port), weights_part_mib * 2**20
         token = read_token(token_file)
         self._pool = ServerPool(
@@ -307,15 +306,4 @@ class VLLMServerEngine(BaseEngine):
 
 
 def _refuse(key: str, value: object, allowed: str) -> None:
-    raise ValueError(f"rollout.{key} = {value!r} is not allowed: {allowed}")
-
-
-def _at_least(key: str, value: object, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        _refuse(key, value, f"an integer >= {minimum}")
-
-
-def _positive(key: str, value: object) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (number and 0 < value < math.inf):  # type: ignore[operator]
-        _refuse(key, value, "a number of seconds > 0")
+    raise SettingError(f"rollout.{key}", value, allowed)

@@ -27,7 +27,7 @@ from lightning_rlhf.schema.keys import (
 from lightning_rlhf.schema.locate import locate
 from lightning_rlhf.schema.shipped import comment
 from lightning_rlhf.schema.trainer import wrong_trainer_options
-from lightning_rlhf.schema.verl import VerlBlockError, adopt, outvoted, pasted_name
+from lightning_rlhf.schema.verl import adopt, outvoted, pasted_name
 from lightning_rlhf.settings import PPOSettings, SettingError, build
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ def first_look(config: DictConfig, typed: Sequence[str] = ()) -> None:
         ConfigError: as :func:`check`, which looks at everything.
     """
     given = _containers(config)
-    lost = [Problem(error.key, error.value, error.allowed) for error in outvoted(typed, given)]
+    lost = [error.problem for error in outvoted(typed, given)]
     if lost:
         raise ConfigError(lost)
     plain, _ = _adopted(given)
@@ -109,8 +109,8 @@ def _adopted(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The same with a block of veRL taken over, and what to tell the user about that."""
     try:
         return adopt(given)
-    except VerlBlockError as error:
-        raise ConfigError([Problem(error.key, error.value, error.allowed)]) from error
+    except SettingError as error:
+        raise ConfigError([error.problem]) from error
 
 
 def _refuse(plain: Mapping[str, Any], given: Mapping[str, Any], config: DictConfig, *checks: Check) -> None:
@@ -169,7 +169,7 @@ def _settings(config: Mapping[str, Any], classes: Mapping[str, tuple[type, Mappi
                 if error.key in said:
                     break  # what is missing now is what was wrong before
                 said.add(error.key)
-                yield Problem(error.key, error.value, error.allowed)
+                yield error.problem
                 wrong = error.key.rpartition(".")[2]
                 if wrong not in values:
                     break
@@ -179,7 +179,7 @@ def _settings(config: Mapping[str, Any], classes: Mapping[str, tuple[type, Mappi
 def trainer_options(config: Mapping[str, Any]) -> Iterator[Problem]:
     """What cannot work in the block of the Trainer, and fused operators of a device that is not there."""
     for error in wrong_trainer_options(get(config, "trainer") or {}):
-        yield Problem(error.key, error.value, error.allowed)
+        yield error.problem
     if get(config, "model.policy.npu_fused"):
         from lightning_rlhf.models.npu_fused import is_installed
 

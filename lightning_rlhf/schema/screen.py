@@ -10,13 +10,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from lightning_rlhf.errors import ConfigError, InputError
+from lightning_rlhf.errors import ConfigError, InputError, SettingError
 from lightning_rlhf.schema.keys import MIXIN_SETTINGS
 from lightning_rlhf.schema.shipped import flatten, groups, homes
 from lightning_rlhf.schema.spelling import FOREIGN_KEYS, hint, respelt
 from lightning_rlhf.schema.static import declared
 from lightning_rlhf.schema.trainer import REFUSED_TRAINER_OPTIONS
-from lightning_rlhf.schema.verl import OURS, PASTED, POLICY_GRADIENT, RENAMED, VerlBlockError, adopt
+from lightning_rlhf.schema.verl import OURS, PASTED, POLICY_GRADIENT, RENAMED, adopt
 
 HIDDEN = "(full traceback: HYDRA_FULL_ERROR=1)"
 
@@ -178,7 +178,7 @@ def _verl_key(key: str, typed: dict[str, str], selected: Sequence[str]) -> str:
     try:
         block: Any = OmegaConf.to_container(OmegaConf.from_dotlist(words))
         _, notes = adopt(block)
-    except VerlBlockError as error:
+    except SettingError as error:
         return f"{error.key}={error.value}: {error.allowed}\n"
     if notes:
         again = " ".join(shlex.quote(f"+{word}") for word in words)

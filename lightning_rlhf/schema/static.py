@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
+import copy
 import functools
-from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,9 +68,10 @@ def _of_base(module: str, node: ast.ClassDef) -> Declared | None:
 
 def _with_those_of_the_base(module: str, node: ast.ClassDef, arguments: ast.arguments) -> Declared | None:
     """Arguments of an ``__init__`` whose ``**kwargs`` go to its one base, which is known."""
-    base, named = _of_base(module, node), copy(arguments)
-    named.kwarg = None
-    own = _arguments(named, skip=1)
+    base = _of_base(module, node)
+    alone = copy.copy(arguments)
+    alone.kwarg = None
+    own = _arguments(alone, skip=1)
     if base is None or own is None:
         return None
     return Declared(base.annotations | own.annotations, base.required | own.required)

@@ -20,6 +20,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from lightning_rlhf.errors import SettingError
+
 PASTED = "algorithm.rollout_correction"
 OURS = "module.rollout_correction"
 LOGPROBS = "actor_rollout_ref.rollout.calculate_log_probs"
@@ -40,14 +42,6 @@ POLICY_GRADIENT = ("use_policy_gradient", "use_pure_rollout_correction")
 """Early booleans of the second era for what is ``loss_type: reinforce`` today."""
 
 
-class VerlBlockError(ValueError):
-    """A pasted block that cannot be taken over: key, value and what to write."""
-
-    def __init__(self, key: str, value: Any, allowed: str) -> None:
-        super().__init__(f"{key} = {value!r}: {allowed}")
-        self.key, self.value, self.allowed = key, value, allowed
-
-
 def adopt(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Move a pasted ``algorithm.rollout_correction`` to ``module.rollout_correction``, over what is there.
 
@@ -58,7 +52,7 @@ def adopt(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         The configuration without the pasted keys, and a note for each thing that was taken over.
 
     Raises:
-        VerlBlockError: keys of the first era, a block that is none, or log-probabilities switched off.
+        SettingError: keys of the first era, a block that is none, or log-probabilities switched off.
     """
     moved = {name: value for name, value in config.items()}
     notes: list[str] = []
@@ -90,7 +84,7 @@ def pasted_name(key: str, config: Mapping[str, Any]) -> str:
     return f"{PASTED}.{found}" if found else key
 
 
-def outvoted(typed: Sequence[str], config: Mapping[str, Any]) -> Iterator[VerlBlockError]:
+def outvoted(typed: Sequence[str], config: Mapping[str, Any]) -> Iterator[SettingError]:
     """Overrides of our block that a pasted block would silently set to something else.
 
     Args:
@@ -102,17 +96,17 @@ def outvoted(typed: Sequence[str], config: Mapping[str, Any]) -> Iterator[VerlBl
         theirs = pasted_name(key, config)
         if theirs != key:
             allowed = f"the block pasted as {PASTED} sets this, too, and would decide; write {theirs}={value}"
-            yield VerlBlockError(key, value, allowed)
+            yield SettingError(key, value, allowed)
 
 
 def translate(block: Any) -> dict[str, Any]:
     """A block of the second or third era in our keys.
 
     Raises:
-        VerlBlockError: it is no block, or one of the first era.
+        SettingError: it is no block, or one of the first era.
     """
     if not isinstance(block, Mapping):
-        raise VerlBlockError(PASTED, block, "a block of keys, or leave it out")
+        raise SettingError(PASTED, block, "a block of keys, or leave it out")
     _refuse_first_era(block, PASTED)
     ours: dict[str, Any] = {}
     for name, value in block.items():
@@ -141,7 +135,7 @@ def _refuse_first_era(block: Mapping[str, Any], place: str = "algorithm") -> Non
     elif block.get("rollout_is") is True and "rollout_is_level" not in block:
         lines.append(f"{OURS}.rollout_is=token")
     first = next(name for name in block if name in old)
-    raise VerlBlockError(
+    raise SettingError(
         f"{place}.{first}",
         block[first],
         "a key of veRL's first version of rollout correction; write, with rollout_correction=monitor: "
@@ -158,7 +152,7 @@ def _log_probs(config: dict[str, Any], notes: list[str]) -> None:
     if not isinstance(rollout, Mapping) or "calculate_log_probs" not in rollout:
         return
     if rollout["calculate_log_probs"] is not True:
-        raise VerlBlockError(LOGPROBS, rollout["calculate_log_probs"], "true, or leave it out: engines here always do")
+        raise SettingError(LOGPROBS, rollout["calculate_log_probs"], "true, or leave it out: engines here always do")
     notes.append(f"{LOGPROBS}=true is left out: engines here always report log-probabilities")
     rollout = {k: v for k, v in rollout.items() if k != "calculate_log_probs"}
     rest = {k: v for k, v in rest.items() if k != "rollout"} | ({"rollout": rollout} if rollout else {})

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_rlhf.errors import SettingError
 from lightning_rlhf.functional.correction import Plan, correct
-from lightning_rlhf.functional.rejection import RULES, Rule, RuleError, parse_rules
+from lightning_rlhf.functional.rejection import RULES, Rule, parse_rules
 
 K2, K3 = 0.5 * math.log(2) ** 2, 2 - 1 - math.log(2)
 """Divergences of a token of ratio 2: 0.2402 and 0.3069 nats."""
@@ -124,8 +125,8 @@ def test_rows_without_a_column_are_taken(rule: str) -> None:
     ],
 )
 def test_what_is_refused(names: Any, threshold: Any, lower: Any, part: str, said: str) -> None:
-    with pytest.raises(RuleError, match=said) as caught:
+    with pytest.raises(SettingError, match=said) as caught:
         parse_rules(names, threshold, lower)
-    assert caught.value.part == part
+    assert caught.value.key == part
     error = caught.value
     assert str(error) == f"{part} = {error.value!r} is not allowed: {error.allowed}"

@@ -13,10 +13,11 @@ from omegaconf import OmegaConf
 
 from lightning_rlhf import cli, schema
 from lightning_rlhf.assembly import assemble
+from lightning_rlhf.errors import SettingError
 from lightning_rlhf.mixins.correction_settings import correction_settings
 from lightning_rlhf.schema import ConfigError
 from lightning_rlhf.schema.locate import parameters_of
-from lightning_rlhf.schema.verl import VerlBlockError, adopt, translate
+from lightning_rlhf.schema.verl import adopt, translate
 from lightning_rlhf.train import train
 
 SEED_BLOCK = {
@@ -72,20 +73,20 @@ def test_blocks_of_the_nested_eras_are_taken_over(pasted: dict[str, Any], ours: 
 def test_flat_blocks_of_the_first_era_are_refused_with_the_keys_to_write(
     pasted: dict[str, Any], key: str, said: str
 ) -> None:
-    with pytest.raises(VerlBlockError) as caught:
+    with pytest.raises(SettingError) as caught:
         adopt({"algorithm": pasted})
     assert caught.value.key == key and said in caught.value.allowed
 
 
 @pytest.mark.parametrize("block", [{"rollout_is": True}, {"rollout_is_level": "token"}])
 def test_keys_of_the_first_era_inside_the_nested_block_are_refused(block: dict[str, Any]) -> None:
-    with pytest.raises(VerlBlockError, match=r"algorithm\.rollout_correction\.rollout_is"):
+    with pytest.raises(SettingError, match=r"algorithm\.rollout_correction\.rollout_is"):
         adopt({"algorithm": {"rollout_correction": block}})
 
 
 @pytest.mark.parametrize("block", [None, "token", ["token"]])
 def test_what_is_no_block_is_refused(block: Any) -> None:
-    with pytest.raises(VerlBlockError, match="a block of keys"):
+    with pytest.raises(SettingError, match="a block of keys"):
         adopt({"algorithm": {"rollout_correction": block}})
 
 

@@ -1,0 +1,52 @@
+"""Whether numbers are within bounds: the one check of all settings that are numbers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from lightning_rlhf.errors import SettingError
+
+
+def is_number(value: object) -> bool:
+    """A finite number; true and false are none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def bounded(
+    block: str,
+    *,
+    above: float | None = None,
+    at_least: float | None = None,
+    below: float | None = None,
+    at_most: float | None = None,
+    whole: bool = False,
+    optional: bool = False,
+    **settings: Any,
+) -> None:
+    """Refuse settings that are no finite numbers within the bounds; true and false are no numbers.
+
+    Args:
+        block: dotted key of the block in the configuration, such as ``callbacks.kl_guard``; empty at the top.
+        above, at_least, below, at_most: the bounds; ``None`` is no bound.
+        whole: whole numbers only.
+        optional: ``None`` is allowed.
+        settings: values by name.
+
+    Raises:
+        SettingError: names key, value and what is allowed.
+    """
+    limits = [
+        (f"> {above}", lambda x: above is None or x > above),
+        (f">= {at_least}", lambda x: at_least is None or x >= at_least),
+        (f"< {below}", lambda x: below is None or x < below),
+        (f"<= {at_most}", lambda x: at_most is None or x <= at_most),
+    ]
+    wanted = " and ".join(text for text, _ in limits if not text.endswith("None"))
+    allowed = f"a {'whole' if whole else 'finite'} number {wanted}".rstrip() + (", or null" if optional else "")
+    for name, value in settings.items():
+        if value is None and optional:
+            continue
+        number = is_number(value) and (isinstance(value, int) or not whole)
+        if not (number and all(holds(value) for _, holds in limits)):
+            raise SettingError(f"{block}.{name}".lstrip("."), value, allowed)
