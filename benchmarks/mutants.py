@@ -58,7 +58,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     "functional/losses.py": ("tests/functional/test_losses.py", "tests/functional/test_edges.py"),
     "functional/rejection.py": ("tests/functional/test_rejection.py", "tests/functional/test_correction.py"),
     "functional/schedules.py": ("tests/functional/test_schedules.py",),
-    "functional/stats.py": ("tests/functional/test_stats.py", "tests/functional/test_edges.py"),
+    "functional/stats.py": (
+        *("tests/functional/test_stats.py", "tests/functional/test_edges.py"),
+        "tests/accelerators/test_device.py",
+    ),
     "update.py": ("tests/test_update.py", "tests/test_memory.py", "tests/test_invariants.py"),
     "scoring.py": ("tests/test_scoring.py", "tests/test_invariants.py", "tests/test_experience.py"),
     "mixins/adaptive_limits.py": ("tests/mixins/test_rollout_correction.py",),
