@@ -49,6 +49,7 @@ OWN = ("lightning_rlhf", "tests", "test_", "conftest", "pytest", "_pytest", "hyp
 """What begins so is imported anew by each fork: the changed module may be in it, or it belongs to one run of pytest."""
 COLUMNS = ("module", "line", "mutant", "outcome", "test", "seconds")
 
+BOUNDS = "tests/callbacks/test_bounds.py"
 TESTS: dict[str, tuple[str, ...]] = {
     "functional/advantages.py": ("tests/functional/test_advantages.py", "tests/functional/test_edges.py"),
     "functional/correction.py": ("tests/functional/test_correction.py", "tests/functional/test_edges.py"),
@@ -58,7 +59,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     "functional/log_ratio.py": ("tests/functional/test_correction.py",),
     "functional/rejection.py": ("tests/functional/test_rejection.py", "tests/functional/test_correction.py"),
     "functional/schedules.py": ("tests/functional/test_schedules.py",),
-    "functional/stats.py": ("tests/functional/test_stats.py", "tests/functional/test_edges.py"),
+    "functional/stats.py": (
+        *("tests/functional/test_stats.py", "tests/functional/test_edges.py"),
+        "tests/accelerators/test_device.py",
+    ),
     "update.py": ("tests/test_update.py", "tests/test_memory.py", "tests/test_invariants.py"),
     "scoring.py": ("tests/test_scoring.py", "tests/test_invariants.py", "tests/test_experience.py"),
     "mixins/adaptive_limits.py": ("tests/mixins/test_rollout_correction.py",),
@@ -75,15 +79,15 @@ TESTS: dict[str, tuple[str, ...]] = {
         f"callbacks/{name}.py": (f"tests/callbacks/test_{name}.py", *more)
         for name, more in {
             "adaptive_kl": ("tests/callbacks/test_logged_knobs.py",),
-            "advantage_vanish": (),
+            "advantage_vanish": (BOUNDS,),
             "alp_figures": (),
-            "calibrate": (),
-            "clip_fraction_break": (),
-            "efficiency_stop": (),
+            "calibrate": (BOUNDS,),
+            "clip_fraction_break": (BOUNDS,),
+            "efficiency_stop": (BOUNDS,),
             "gradient_monitor": (),
-            "kl_early_stop": (),
-            "kl_guard": ("tests/callbacks/test_nothing_measured.py",),
-            "length_curriculum": (),
+            "kl_early_stop": (BOUNDS,),
+            "kl_guard": (BOUNDS, "tests/callbacks/test_nothing_measured.py"),
+            "length_curriculum": (BOUNDS,),
             "lr_backoff": (),
             "oom_guard": (),
             "progress": (),

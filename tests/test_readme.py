@@ -107,12 +107,13 @@ def test_the_unclipped_example_is_the_surrogate_objective() -> None:
     class Compared(parts.UnclippedModule):
         def policy_loss(self, minibatch: MiniBatch, logprobs: Tensor) -> PolicyLoss:
             away = torch.linspace(-1.0, 1.0, logprobs.numel()).reshape(logprobs.shape)
+            mask = minibatch.require("loss_mask")
             for place, size in (("within", 0.1), ("beyond", 2.0)):
-                moved = (minibatch.old_logprobs + size * away).requires_grad_()
+                moved = (minibatch.require("old_logprobs") + size * away).requires_grad_()
                 losses = [cls.policy_loss(self, minibatch, moved).loss for cls in (parts.UnclippedModule, PPOModule)]
                 mine, theirs = (torch.autograd.grad(loss, moved)[0] for loss in losses)
                 ratio = torch.exp(size * away)
-                plain = -(ratio * minibatch.advantages * minibatch.loss_mask).sum() / minibatch.loss_mask.sum()
+                plain = -(ratio * minibatch.require("advantages") * mask).sum() / mask.sum()
                 assert losses[0].item() == pytest.approx(plain.item(), rel=1e-5)
                 seen[place].append((losses[0].item(), losses[1].item(), float((mine - theirs).abs().max())))
             return super().policy_loss(minibatch, logprobs)

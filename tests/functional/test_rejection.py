@@ -48,6 +48,12 @@ def test_where_each_rule_draws_the_line(rule: str, accepting: float, rejecting: 
     assert kept(rule, rejecting, [2, 2, 1]) == ([False] * 3 if whole else [False, False, True])
 
 
+@pytest.mark.parametrize("rule", sorted(RULES))
+def test_a_row_of_one_token_is_its_own_sum_mean_and_maximum(rule: str) -> None:
+    bound = {"k2": K2, "k3": K3}.get(RULES[rule][1], 2.0)
+    assert kept(rule, bound + 1e-9, [2]) == [True] and kept(rule, bound - 1e-9, [2]) == [False]
+
+
 def test_all_rules_are_in_the_table_above() -> None:
     [mark] = test_where_each_rule_draws_the_line.pytestmark  # type: ignore[attr-defined]
     assert {row[0] for row in mark.args[1]} == set(RULES)
