@@ -59,18 +59,18 @@ def how_to_go_on(config: Mapping[str, Any]) -> list[str]:
     found = [path for path in folder.glob("*.ckpt") if iteration_of(path) >= 0]
     if found:
         newest = max(found, key=iteration_of)
-        place: Path | str = output if folder == output / "checkpoints" else folder
-        return [*lines, f"newest checkpoint: {newest}", f"to go on: {resume_command(place)}"]
+        where: Path | str = output if folder == output / "checkpoints" else folder
+        return [*lines, f"newest checkpoint: {newest}", f"to go on: {resume_command(where)}"]
     if config.get("resume") not in (None, "latest"):
         return [*lines, "no checkpoint since it was resumed", f"to go on: {resume_command(config['resume'])}"]
     return [*lines, "no checkpoint yet: nothing to go on from"]
 
 
-def resume_command(place: Path | str) -> str:
+def resume_command(where: Path | str) -> str:
     """The command that resumes a run, as a shell and Hydra read it."""
-    if re.fullmatch(r"[\w./+-]+", str(place)):
-        return f"lightning-rlhf train resume={place}"
-    escaped = str(place).replace('"', '\\"')
+    if re.fullmatch(r"[\w./+-]+", str(where)):
+        return f"lightning-rlhf train resume={where}"
+    escaped = str(where).replace('"', '\\"')
     return "lightning-rlhf train " + shlex.quote(f'resume="{escaped}"')
 
 
