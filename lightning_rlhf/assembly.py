@@ -176,20 +176,20 @@ def make_trainer(config: Mapping[str, Any], *, train: bool = True) -> Trainer:
         )
 
 
-def find_checkpoint(place: str) -> Path:
-    """The checkpoint that ``place`` names: itself, a folder of checkpoints, or a run's folder.
+def find_checkpoint(where: str) -> Path:
+    """The checkpoint that ``where`` names: itself, a folder of checkpoints, or a run's folder.
 
     Raises:
         InputError: there is no whole checkpoint.
     """
-    path = Path(place).expanduser()
+    path = Path(where).expanduser()
     if path.is_file() or is_sharded(path):
         return path
     found = newest_checkpoint(path) or latest_valid(path)
     if found is None:
         what = "holds no whole checkpoint: a run that ended before its first one has to be started anew"
         what = what if path.is_dir() else "does not exist"
-        raise InputError(f"checkpoint = {place!r} {what}; allowed: a .ckpt or the output folder of a run")
+        raise InputError(f"checkpoint = {where!r} {what}; allowed: a .ckpt or the output folder of a run")
     return found
 
 
@@ -199,13 +199,13 @@ def newest_checkpoint(run: str | Path) -> Path | None:
     return (latest_valid(elsewhere) if elsewhere else None) or latest_valid(Path(run) / "checkpoints")
 
 
-def load_checkpoint(place: str) -> tuple[Path, dict[str, Any]]:
-    """Path and content of the checkpoint that ``place`` names, see :func:`find_checkpoint`.
+def load_checkpoint(where: str) -> tuple[Path, dict[str, Any]]:
+    """Path and content of the checkpoint that ``where`` names, see :func:`find_checkpoint`.
 
     Raises:
         InputError: there is none, it is damaged, or it was not written by a run of this package.
     """
-    path = find_checkpoint(place)
+    path = find_checkpoint(where)
     try:
         content = read_checkpoint(path)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:

@@ -53,9 +53,9 @@ class Replaced:
     name: str
 
     def __str__(self) -> str:
-        place = "CPU" if self.device.type == "cpu" else f"device ({self.device.type})"
+        kind = "CPU" if self.device.type == "cpu" else f"device ({self.device.type})"
         return (
-            f"{self.key} = {self.value} became {self.use}: this {place} has no {self.name} arithmetic and would be far "
+            f"{self.key} = {self.value} became {self.use}: this {kind} has no {self.name} arithmetic and would be far "
             f"slower by converting ({KEY}=refuse ends the run instead)"
         )
 
@@ -94,18 +94,18 @@ def fit(config: dict[str, Any]) -> tuple[dict[str, Any], list[Replaced]]:
     return config, found
 
 
-def fit_dtype(key: str, value: str, place: torch.device | None = None) -> Replaced | None:
-    """What replaces one ``dtype``; ``None`` where ``place``, or the accelerator that is there, computes in it.
+def fit_dtype(key: str, value: str, device: torch.device | None = None) -> Replaced | None:
+    """What replaces one ``dtype``; ``None`` where ``device``, or the accelerator that is there, computes in it.
 
     Args:
         key: what the value is called.
         value: ``float32``, ``bfloat16``, ``float16``, ``auto``, ...
-        place: the device; ``None`` for the accelerator that is there, or the CPU.
+        device: that computes; ``None`` for the accelerator that is there, or the CPU.
     """
-    place = place or devices.current()
-    if value not in HALVES or devices.computes_in(place, HALVES[value]):
+    device = device or devices.current()
+    if value not in HALVES or devices.computes_in(device, HALVES[value]):
         return None
-    return Replaced(key, value, "float32", place, value)
+    return Replaced(key, value, "float32", device, value)
 
 
 def _of_trainer(config: Mapping[str, Any]) -> Iterator[Replaced]:
@@ -113,22 +113,22 @@ def _of_trainer(config: Mapping[str, Any]) -> Iterator[Replaced]:
     value = get(config, "trainer.precision")
     if str(value) not in TRAINER:
         return
-    place = device_of(config)
+    device = device_of(config)
     dtype, others = TRAINER[str(value)]
     scaled = "mixed" in str(value) or str(value) == "16"
-    if devices.computes_in(place, dtype) and not (place.type == "cpu" and dtype is torch.float16 and scaled):
+    if devices.computes_in(device, dtype) and not (device.type == "cpu" and dtype is torch.float16 and scaled):
         return
-    use = next(o for o in others if o not in TRAINER or devices.computes_in(place, TRAINER[o][0]))
-    yield Replaced("trainer.precision", value, use, place, str(dtype).removeprefix("torch."))
+    use = next(o for o in others if o not in TRAINER or devices.computes_in(device, TRAINER[o][0]))
+    yield Replaced("trainer.precision", value, use, device, str(dtype).removeprefix("torch."))
 
 
 def _of_weights(config: Mapping[str, Any]) -> Iterator[Replaced]:
-    places = {"model.source": device_of(config), "rollout": devices.current()}
-    for block, place in places.items():
-        yield from filter(None, [fit_dtype(f"{block}.dtype", str(get(config, f"{block}.dtype")), place)])
+    of_blocks = {"model.source": device_of(config), "rollout": devices.current()}
+    for block, device in of_blocks.items():
+        yield from filter(None, [fit_dtype(f"{block}.dtype", str(get(config, f"{block}.dtype")), device)])
     for key, term in _reward_blocks(config.get("reward"), "reward"):
-        place = torch.device(str(term.get("device", "cpu")))
-        yield from filter(None, [fit_dtype(f"{key}.dtype", str(term["dtype"]), place)])
+        device = torch.device(str(term.get("device", "cpu")))
+        yield from filter(None, [fit_dtype(f"{key}.dtype", str(term["dtype"]), device)])
 
 
 def _reward_blocks(node: Any, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -116,48 +116,48 @@ class PromptEncoder:
 
     def render(self, row: Row) -> tuple[str, Row]:
         """Text of the row's prompt as the model will read it, and the row; a chat prompt's row with its messages."""
-        place = row[SOURCE_KEY]
+        origin = row[SOURCE_KEY]
         value = row.get(self.prompt_field)
         if value is None:
             columns = ", ".join(sorted(set(row) - {SOURCE_KEY})) or "none"
-            raise DataError(f"{place}: no prompt: the row has no {self.prompt_field!r} (columns: {columns})")
+            raise DataError(f"{origin}: no prompt: the row has no {self.prompt_field!r} (columns: {columns})")
         if isinstance(value, str):
             if not value.strip():
-                raise DataError(f"{place}: the prompt is empty")
+                raise DataError(f"{origin}: the prompt is empty")
             if not self.text_as_chat:
                 if self.system_prompt is not None:
                     raise DataError(
-                        f"{place}: data.system_prompt is set, but the prompt is plain text; "
+                        f"{origin}: data.system_prompt is set, but the prompt is plain text; "
                         "set data.text_as_chat=true to wrap it as a user message"
                     )
-                return _valid_unicode(value, place), row
+                return _valid_unicode(value, origin), row
             value = [{"role": "user", "content": value}]
-        messages = self._messages(value, place)
-        return self._apply_template(messages, place), {**row, MESSAGES_KEY: messages}
+        messages = self._messages(value, origin)
+        return self._apply_template(messages, origin), {**row, MESSAGES_KEY: messages}
 
-    def _messages(self, value: Any, place: str) -> list[dict[str, Any]]:
+    def _messages(self, value: Any, origin: str) -> list[dict[str, Any]]:
         if not isinstance(value, Sequence) or not all(isinstance(message, Mapping) for message in value):
             raise DataError(
-                f"{place}: {self.prompt_field!r} must be text or a list of messages "
+                f"{origin}: {self.prompt_field!r} must be text or a list of messages "
                 f'{{"role": ..., "content": ...}}, not {value!r:.80}'
             )
         messages = [dict(message) for message in value]
         for number, message in enumerate(messages):
             for name in ("role", "content"):
                 if not isinstance(message.get(name), str):
-                    raise DataError(f"{place}: message {number} has no text under {name!r}: {message!r:.80}")
+                    raise DataError(f"{origin}: message {number} has no text under {name!r}: {message!r:.80}")
         if not messages or not messages[-1]["content"].strip():
-            raise DataError(f"{place}: the prompt is empty")
+            raise DataError(f"{origin}: the prompt is empty")
         if messages[-1]["role"] == "assistant":
-            raise DataError(f"{place}: the prompt ends with an assistant message; the answer is what is generated")
+            raise DataError(f"{origin}: the prompt ends with an assistant message; the answer is what is generated")
         if self.system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self.system_prompt})
         return messages
 
-    def _apply_template(self, messages: list[dict[str, Any]], place: str) -> str:
+    def _apply_template(self, messages: list[dict[str, Any]], origin: str) -> str:
         if not self.tokenizer.chat_template:
             raise DataError(
-                f"{place}: the prompt consists of chat messages, but the model's tokenizer has no chat template; "
+                f"{origin}: the prompt consists of chat messages, but the model's tokenizer has no chat template; "
                 "use text prompts, or a model with a template"
             )
         try:
@@ -165,8 +165,8 @@ class PromptEncoder:
                 messages, tokenize=False, add_generation_prompt=True, **self.chat_template_kwargs
             )
         except Exception as error:  # templates are programs: they refuse by exceptions of Jinja's or of any other kind
-            raise DataError(f"{place}: the chat template refuses the messages: {_in_words(error)}") from error
-        return _valid_unicode(str(text), place)
+            raise DataError(f"{origin}: the chat template refuses the messages: {_in_words(error)}") from error
+        return _valid_unicode(str(text), origin)
 
     def _tokenise(self, rendered: list[tuple[str, Row]]) -> Iterator[list[int]]:
         try:
@@ -204,13 +204,13 @@ class PromptEncoder:
             ) from error
 
 
-def _valid_unicode(text: str, place: str) -> str:
+def _valid_unicode(text: str, origin: str) -> str:
     """The text, if it can be encoded; half a surrogate pair, which JSON can write as ``\\ud83d``, cannot."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{place}: the prompt is no valid Unicode: character {error.start + 1} is {text[error.start]!r}, "
+            f"{origin}: the prompt is no valid Unicode: character {error.start + 1} is {text[error.start]!r}, "
             f"half of a surrogate pair, in {text[max(0, error.start - 30) : error.start + 30]!r}"
         ) from None
     return text
@@ -223,7 +223,7 @@ def _in_words(error: Exception) -> str:
     return text[:300] if kind in ("TemplateError", "ValueError", "Exception") and text else f"{kind}: {text:.300}"
 
 
-def refuse_unknown_characters(tokenizer: PreTrainedTokenizerBase, text: str, place: str) -> None:
+def refuse_unknown_characters(tokenizer: PreTrainedTokenizerBase, text: str, origin: str) -> None:
     """Say which characters a tokenizer of single characters, such as that of ``model=tiny``, lacks for a text.
 
     Raises:
@@ -235,7 +235,7 @@ def refuse_unknown_characters(tokenizer: PreTrainedTokenizerBase, text: str, pla
         return
     shown = " ".join(repr(character) for character in missing[:20]) + (" ..." if len(missing) > 20 else "")
     raise DataError(
-        f"{place}: the model has no token for {shown}. The built-in one knows nothing but the characters of "
+        f"{origin}: the model has no token for {shown}. The built-in one knows nothing but the characters of "
         "model.source.vocabulary: add them there, or take a model that reads any text: model=hf model.source.path=..."
     )
 

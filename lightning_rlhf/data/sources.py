@@ -53,8 +53,8 @@ class JSONLSource:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip() and line.strip() != codecs.BOM_UTF8:
-                    empty, place = False, f"{path}:{number}"
-                    yield {**parse_line(line, place), SOURCE_KEY: place}
+                    empty, origin = False, f"{path}:{number}"
+                    yield {**parse_line(line, origin), SOURCE_KEY: origin}
         if empty:
             raise DataError(f"{path} holds no row")
 
@@ -169,10 +169,10 @@ def read_rows(source: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
         DataError: a row is not a mapping.
     """
     for number, row in enumerate(source):
-        place = f"{type(source).__name__}:{number}"
+        origin = f"{type(source).__name__}:{number}"
         if not isinstance(row, Mapping):
-            raise DataError(f"{place}: a row must be a mapping of column names to values, not {row!r:.80}")
-        yield {SOURCE_KEY: place, **row}
+            raise DataError(f"{origin}: a row must be a mapping of column names to values, not {row!r:.80}")
+        yield {SOURCE_KEY: origin, **row}
 
 
 def listed(items: Sequence[str], most: int = 5) -> str:
@@ -235,45 +235,47 @@ def _check_limit(limit: int | None) -> int | None:
     return limit
 
 
-def parse_line(line: bytes, place: str) -> Row:
+def parse_line(line: bytes, origin: str) -> Row:
     """One line of a JSONL file.
 
     Raises:
         DataError: it is no JSON object; with its place, the column (counted in characters from 1) and the text there.
     """
     if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise DataError(f"{place}: not UTF-8 text but UTF-16; save the file as UTF-8")
+        raise DataError(f"{origin}: not UTF-8 text but UTF-16; save the file as UTF-8")
     if line.startswith(GZIP):
-        raise DataError(f"{place}: not text but a gzip archive; unpack it first")
+        raise DataError(f"{origin}: not text but a gzip archive; unpack it first")
     try:
         text = line.removeprefix(codecs.BOM_UTF8).decode("utf-8").rstrip()
     except UnicodeDecodeError as error:
         found = line[max(0, error.start - 30) : error.start + 30]
-        raise DataError(f"{place}: not UTF-8 text ({error.reason} at byte {error.start + 1}): {found!r}") from error
+        raise DataError(f"{origin}: not UTF-8 text ({error.reason} at byte {error.start + 1}): {found!r}") from error
     try:
         row = json.loads(text)
     except json.JSONDecodeError as error:
         around = text[max(0, error.pos - 40) : error.pos + 20]
-        hint = _hint(text, place)
-        raise DataError(f"{place}: not valid JSON ({error.msg} at column {error.pos + 1}): {around!r}{hint}") from error
+        hint = _hint(text, origin)
+        said = f"not valid JSON ({error.msg} at column {error.pos + 1}): {around!r}{hint}"
+        raise DataError(f"{origin}: {said}") from error
     except RecursionError:
-        raise DataError(f"{place}: not valid JSON that can be read: it is nested too deeply") from None
+        raise DataError(f"{origin}: not valid JSON that can be read: it is nested too deeply") from None
     if not isinstance(row, dict):
-        hint = _hint(text, place)
-        raise DataError(f'{place}: a line must hold one JSON object such as {{"prompt": ...}}, not {row!r:.60}{hint}')
+        hint = _hint(text, origin)
+        raise DataError(f'{origin}: a line must hold one JSON object such as {{"prompt": ...}}, not {row!r:.60}{hint}')
     if "\\ud" in text.lower():  # an escape that may be half of a pair; found here, it is found before the run needs it
         try:
             json.dumps(row, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError as error:
             half = error.object[error.start]
             around = error.object[max(0, error.start - 40) : error.start + 20]
-            raise DataError(f"{place}: no valid Unicode: {half!r} is half of a surrogate pair, in {around!r}") from None
+            said = f"no valid Unicode: {half!r} is half of a surrogate pair, in {around!r}"
+            raise DataError(f"{origin}: {said}") from None
     return row
 
 
-def _hint(text: str, place: str) -> str:
+def _hint(text: str, origin: str) -> str:
     """What a file is that is no JSONL from its first line on."""
-    if not place.endswith(":1") or not (text.startswith("[") or text == "{"):
+    if not origin.endswith(":1") or not (text.startswith("[") or text == "{"):
         return ""
     kind, filter_ = ("one JSON array", "'.[]'") if text.startswith("[") else ("JSON over several lines", ".")
     return f"; this looks like {kind}, JSONL has one object per line, as jq -c {filter_} old.json > new.jsonl writes it"

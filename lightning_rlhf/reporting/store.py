@@ -62,12 +62,12 @@ def artifacts_beside(client: MlflowClient, database: Path) -> bool:
     with engine.begin() as connection:
         places = connection.scalars(select(SqlExperiment.artifact_location).distinct()).all()
         former = [place for place in places if place and _is_former(place, now)]
-        for place in former:
-            experiments = update(SqlExperiment).where(SqlExperiment.artifact_location == place)
+        for location in former:
+            experiments = update(SqlExperiment).where(SqlExperiment.artifact_location == location)
             connection.execute(experiments.values(artifact_location=now.as_uri()))
-            runs = select(run.run_uuid, run.artifact_uri).where(run.artifact_uri.startswith(f"{place}/"))
+            runs = select(run.run_uuid, run.artifact_uri).where(run.artifact_uri.startswith(f"{location}/"))
             for run_id, uri in connection.execute(runs).all():
-                moved = now.as_uri() + uri.removeprefix(place)
+                moved = now.as_uri() + uri.removeprefix(location)
                 connection.execute(update(run).where(run.run_uuid == run_id).values(artifact_uri=moved))
     return bool(former)
 

@@ -166,12 +166,12 @@ CALLS_SHOWN = 5
 def describe(batch: RewardBatch, i: int) -> str:
     """Row ``i`` in words: place of origin, prompt key, and the beginnings of prompt and response."""
     return (
-        f"row {i} of the batch ({place(batch.rows[i])}, prompt key {batch.keys[i]}): "
+        f"row {i} of the batch ({origin(batch.rows[i])}, prompt key {batch.keys[i]}): "
         f"prompt {batch.prompts[i][:60]!r}, response {batch.responses[i][:60]!r}"
     )
 
 
-def place(row: Mapping[str, Any]) -> str:
+def origin(row: Mapping[str, Any]) -> str:
     """Where a data row came from."""
     return str(row.get(SOURCE_KEY, "a row of unknown origin"))
 

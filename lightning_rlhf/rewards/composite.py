@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_rlhf.rewards.base import Reward, RewardBatch, RewardError, evaluate, place
+from lightning_rlhf.rewards.base import Reward, RewardBatch, RewardError, evaluate, origin
 
 RESERVED = frozenset({"reward_mean", "response_length_mean", "truncated_fraction"})
 """Names that evaluation already uses for metrics beside the terms' own."""
@@ -70,7 +70,8 @@ class CompositeReward:
             sum_ = " + ".join(f"{self.terms[name].weight:g} * {v[index]:g} ({name})" for name, v in components.items())
             raise RewardError(
                 f"the weighted sum of the reward terms is {total[index]:g}, which is not a finite number of float32, "
-                f"{place(batch.rows[index])}: {sum_}; scale the terms or set smaller weights (reward.terms.NAME.weight)"
+                f"{origin(batch.rows[index])}: {sum_}; scale the terms or set smaller weights "
+                "(reward.terms.NAME.weight)"
             )
         return RewardOutput(total, components)
 
@@ -88,7 +89,7 @@ class CompositeReward:
                         check(row)
                     except Exception as error:  # a term of one's own may raise anything
                         text = str(error) if isinstance(error, RewardError) else f"{type(error).__name__}: {error}"
-                        raise RewardError(f"reward term {name!r}, {place(row)}: {text}") from error
+                        raise RewardError(f"reward term {name!r}, {origin(row)}: {text}") from error
 
     def to(self, device: torch.device | str) -> CompositeReward:
         """Move reward models to ``device``."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from lightning_rlhf.rewards.base import MESSAGES_KEY, RewardBatch, RewardError, place
+from lightning_rlhf.rewards.base import MESSAGES_KEY, RewardBatch, RewardError, origin
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class RewardModel:
         else:
             if MESSAGES_KEY in batch.rows[i]:
                 raise RewardError(
-                    f"{place(batch.rows[i])}: the prompt consists of chat messages, but the reward model "
+                    f"{origin(batch.rows[i])}: the prompt consists of chat messages, but the reward model "
                     f"{self.path} is used without a chat template"
                 )
             text = batch.prompts[i] + batch.plain_responses[i] + (self.tokenizer.eos_token if self.append_eos else "")

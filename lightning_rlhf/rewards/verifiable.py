@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any, Literal, get_args
 
-from lightning_rlhf.rewards.base import RewardBatch, RewardError, place
+from lightning_rlhf.rewards.base import RewardBatch, RewardError, origin
 
 
 class AnswerReward(ABC):
@@ -27,7 +27,7 @@ class AnswerReward(ABC):
             try:
                 scores.append(max(self.score(response, answer) for answer in self.answers(row)))
             except RewardError as error:
-                raise RewardError(f"{type(self).__name__}, {place(row)}: {error}") from error
+                raise RewardError(f"{type(self).__name__}, {origin(row)}: {error}") from error
         return scores
 
     @abstractmethod

@@ -147,11 +147,11 @@ class VLLMEngine(BaseEngine):
         self.update_weights(self.policy_version)
 
     def _check_place(self) -> None:
-        place = platform()
-        if self.sleep and not place.is_sleep_mode_available():
+        current_platform = platform()
+        if self.sleep and not current_platform.is_sleep_mode_available():
             raise ValueError(
                 f"rollout.sleep = True is not allowed: vLLM can give back the memory of a GPU or NPU only, and runs on "
-                f"{place.device_type or 'nothing'} here"
+                f"{current_platform.device_type or 'nothing'} here"
             )
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             raise ValueError(

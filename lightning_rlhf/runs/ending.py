@@ -61,8 +61,8 @@ def how_to_go_on(config: Mapping[str, Any]) -> list[str]:
     resumed = config.get("resume") if config.get("resume") != "latest" else None
     newest = max(found, key=iteration_of) if found else None
     if newest is not None and (resumed is None or newest != Path(resumed).absolute()):
-        place = output if folder in (output / "checkpoints", kept_elsewhere(output)) else folder
-        return [*lines, f"newest checkpoint: {newest}", f"to go on: {resume_command(place)}"]
+        where = output if folder in (output / "checkpoints", kept_elsewhere(output)) else folder
+        return [*lines, f"newest checkpoint: {newest}", f"to go on: {resume_command(where)}"]
     if resumed is not None:
         again = resume_command(resumed, _said_at_this_start(config))
         return [*lines, "no checkpoint since it was resumed", f"to go on: {again}"]
@@ -78,24 +78,24 @@ def _said_at_this_start(config: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def resume_command(place: Path | str, words: Iterable[str] = ()) -> str:
+def resume_command(where: Path | str, words: Iterable[str] = ()) -> str:
     """The command that resumes a run, as a shell and Hydra read it.
 
     Args:
-        place: the run's folder or a checkpoint.
+        where: the run's folder or a checkpoint.
         words: further overrides, as they reached the command before.
     """
-    plain = re.fullmatch(r"[\w./+-]+", str(place))
-    escaped = str(place).replace('"', '\\"')
-    where = f"resume={place}" if plain else shlex.quote(f'resume="{escaped}"')
+    plain = re.fullmatch(r"[\w./+-]+", str(where))
+    escaped = str(where).replace('"', '\\"')
+    where = f"resume={where}" if plain else shlex.quote(f'resume="{escaped}"')
     return " ".join(["lightning-rlhf train", where, *map(shlex.quote, words)])
 
 
 def in_short(error: Exception) -> str:
-    """What is said of a failure in place of a traceback: its message, where in the user's code it arose, what to do.
+    """What is said of a failure in where of a traceback: its message, where in the user's code it arose, what to do.
 
     Args:
-        error: with an attribute ``origin`` where there is such a place, and the notes of :func:`told`.
+        error: with an attribute ``origin`` where there is such a where, and the notes of :func:`told`.
     """
     origin = getattr(error, "origin", "")
     return "\n".join([f"FAILED: {error}", *([origin] if origin else []), *getattr(error, "__notes__", [])])

@@ -93,11 +93,11 @@ def refuse_a_second_run(*folders: str | Path | None) -> None:
         InputError: one of the folders holds checkpoints.
     """
     for folder in (folder for folder in folders if folder):
-        for place in (Path(folder) / "checkpoints", Path(folder)):
-            found = sorted(path.name for path in place.glob("[!.]*.ckpt"))
+        for there in (Path(folder) / "checkpoints", Path(folder)):
+            found = sorted(path.name for path in there.glob("[!.]*.ckpt"))
             if found:
                 raise InputError(
-                    f"{place} holds the checkpoints of a run already ({', '.join(found[-2:])}). resume={folder} goes "
+                    f"{there} holds the checkpoints of a run already ({', '.join(found[-2:])}). resume={folder} goes "
                     "on with it (resume=latest lets the same command go on where it stopped); a new run needs a "
                     "folder of its own: hydra.run.dir=FOLDER"
                 )

@@ -153,18 +153,18 @@ MISSING = _Missing()
 # --- planning --------------------------------------------------------------------------------------------------------
 
 
-def planned(place: str, new: Composition) -> Resumption:
-    """How to go on with the run or the checkpoint at ``place`` under new overrides.
+def planned(where: str, new: Composition) -> Resumption:
+    """How to go on with the run or the checkpoint at ``where`` under new overrides.
 
     Raises:
         InputError: there is no whole checkpoint, or an override that cannot work.
     """
-    checkpoint = find_checkpoint(place)
+    checkpoint = find_checkpoint(where)
     saved, iteration = read_settings(checkpoint)
-    run = run_of(checkpoint, place, saved)
+    run = run_of(checkpoint, where, saved)
     config, composition = recomposed(saved, composition_of(run, iteration), new)
     wishes = {key: value_of(new.overrides, key) for key in ("branch", "resume_on_other_data")}
-    return _resumption(place, checkpoint, iteration, run, saved, config, composition, wishes, new.overrides)
+    return _resumption(where, checkpoint, iteration, run, saved, config, composition, wishes, new.overrides)
 
 
 def planned_from(config: DictConfig) -> Resumption:
@@ -179,13 +179,13 @@ def planned_from(config: DictConfig) -> Resumption:
     checkpoint = find_checkpoint(str(config.resume))
     saved, iteration = read_settings(checkpoint)
     run = run_of(checkpoint, str(config.resume), saved)
-    place = folder or str(run or checkpoint.parent)
-    before = resolved(compose(Composition(), place))
-    given: Any = OmegaConf.to_container(OmegaConf.merge(config, {"output_dir": place}), resolve=True)
+    where = folder or str(run or checkpoint.parent)
+    before = resolved(compose(Composition(), where))
+    given: Any = OmegaConf.to_container(OmegaConf.merge(config, {"output_dir": where}), resolve=True)
     for part in (before, given):
         for key in OF_ONE_START:
             part.pop(key, None)
-    before, given = (moved(part, None, place, Path(saved["output_dir"])) for part in (before, given))
+    before, given = (moved(part, None, where, Path(saved["output_dir"])) for part in (before, given))
     settings = apply_difference(saved, before, given)
     own = composition_of(run, iteration)
     wishes = {key: config.get(key) for key in ("branch", "resume_on_other_data")}
@@ -193,7 +193,7 @@ def planned_from(config: DictConfig) -> Resumption:
 
 
 def _resumption(
-    place: str,
+    where: str,
     checkpoint: Path,
     iteration: int,
     run: Path | None,
@@ -214,7 +214,7 @@ def _resumption(
     other = [key for key, _ in in_short({k: v for k, v in changes.items() if not keeps_numbers(k)})]
     named = other if len(other) <= 3 else [*other[:2], f"{len(other) - 2} more"]
     reasons = [f"other numbers follow from {', '.join(named)}"] if other else []
-    is_newest = checkpoint != Path(place).expanduser()  # a folder means that one
+    is_newest = checkpoint != Path(where).expanduser()  # a folder means that one
     newest = iteration if is_newest else newest_iteration(checkpoint)
     if newest > iteration:
         reasons.append(f"the run has gone on to iteration {newest} since")
@@ -296,15 +296,15 @@ def with_todays_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in top.items() if key not in config and "${" not in str(value)} | dict(config)
 
 
-def run_of(checkpoint: Path, place: str, saved: Mapping[str, Any]) -> Path | None:
+def run_of(checkpoint: Path, where: str, saved: Mapping[str, Any]) -> Path | None:
     """The folder of the run that a checkpoint belongs to: where it lies, or whose record names where it lies.
 
     Args:
         checkpoint: the checkpoint.
-        place: what was typed, which may be the run's folder.
+        where: what was typed, which may be the run's folder.
         saved: the configuration of the checkpoint.
     """
-    for folder in (Path(place).expanduser().absolute(), Path(str(saved.get("output_dir"))).absolute()):
+    for folder in (Path(where).expanduser().absolute(), Path(str(saved.get("output_dir"))).absolute()):
         if kept_elsewhere(folder) == checkpoint.absolute().parent:
             return folder
     for folder in (checkpoint.absolute().parent.parent, checkpoint.absolute().parent):
@@ -337,7 +337,7 @@ def composition_of(run: Path | None, iteration: int) -> Composition:
 
 def latest_record(run: Path | None, folder: Path) -> bool:
     """Whether a run is tracked by a logger that can go on with it."""
-    return run is not None and any((place / "tracking" / "run.json").exists() for place in (run, folder))
+    return run is not None and any((where / "tracking" / "run.json").exists() for where in (run, folder))
 
 
 def value_in(config: DictConfig, key: str) -> Any:
@@ -375,13 +375,13 @@ def from_command(words: Sequence[str], shared: str | None = None) -> tuple[list[
     if any(word.partition("=")[0] in looking for word in words) or "hydra.mode=MULTIRUN" in words:
         return list(words), None
     new = Composition.of_command(words)
-    place, folder = value_of(new.overrides, "resume"), value_of(words, "hydra.run.dir")
-    if place == "latest":
+    where, folder = value_of(new.overrides, "resume"), value_of(words, "hydra.run.dir")
+    if where == "latest":
         found = newest_checkpoint(folder or shared) if folder or shared else None  # type: ignore[arg-type]
-        place = None if found is None else str(found)
-    if place is None:
+        where = None if found is None else str(found)
+    if where is None:
         return list(words), None
-    resumption = planned(str(place), new)
+    resumption = planned(str(where), new)
     kept = [word for word in words if word not in new.overrides]
     if resumption.composition.config_dir and not new.config_dir:
         kept = ["--config-dir", resumption.composition.config_dir, *kept]

@@ -76,8 +76,8 @@ def declared_arguments(config: Mapping[str, Any]) -> Iterator[Problem]:
         found = declared(node["_target_"])
         if found is not None:
             yield from _unknown(key, node, list(found.names))
-    for name, place in MIXIN_SETTINGS.items():
-        given, found = get(config, f"module.{name}"), declared(place)
+    for name, path in MIXIN_SETTINGS.items():
+        given, found = get(config, f"module.{name}"), declared(path)
         if found is not None and isinstance(given, Mapping):
             yield from _unknown(f"module.{name}", given, list(found.names), "the block")
 

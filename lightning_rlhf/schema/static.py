@@ -102,8 +102,8 @@ def _definition(module: str, name: str) -> tuple[str, ast.ClassDef | ast.Functio
 
 @functools.cache
 def _tree(module: str) -> ast.Module | None:
-    place = Path(__file__).parents[1].joinpath(*module.split(".")[1:])
-    for file in (place.with_suffix(".py"), place / "__init__.py"):
+    path = Path(__file__).parents[1].joinpath(*module.split(".")[1:])
+    for file in (path.with_suffix(".py"), path / "__init__.py"):
         if file.is_file():
             return ast.parse(file.read_text(encoding="utf-8"))
     return None
