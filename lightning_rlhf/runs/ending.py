@@ -92,10 +92,10 @@ def resume_command(where: Path | str, words: Iterable[str] = ()) -> str:
 
 
 def in_short(error: Exception) -> str:
-    """What is said of a failure in where of a traceback: its message, where in the user's code it arose, what to do.
+    """What is said of a failure in place of a traceback: its message, where in the user's code it arose, what to do.
 
     Args:
-        error: with an attribute ``origin`` where there is such a where, and the notes of :func:`told`.
+        error: with an attribute ``origin`` where there is such a place, and the notes of :func:`told`.
     """
     origin = getattr(error, "origin", "")
     return "\n".join([f"FAILED: {error}", *([origin] if origin else []), *getattr(error, "__notes__", [])])
