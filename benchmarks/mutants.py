@@ -72,7 +72,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "mixins/alp_settings.py": ("tests/mixins/test_alp.py", "tests/mixins/test_alp_keys.py"),
     "mixins/correction_settings.py": ("tests/mixins/test_rollout_correction.py", "tests/schema/test_verl.py"),
     "mixins/rollout_correction.py": (
-        *("tests/mixins/test_rollout_correction.py", "tests/mixins/test_moving_rejection.py"),
+        *("tests/mixins/test_rollout_correction.py", "tests/mixins/test_rejection_in_the_update.py"),
         "tests/metrics/test_correction.py",
     ),
     **{

@@ -71,7 +71,7 @@ def _run(verb: Callable[[list[str]], None], arguments: list[str], full_errors: b
     except (InputError, HydraException) as error:
         if full_errors:
             traceback.print_exc()
-        from lightning_rlhf.schema.screen import one_screen
+        from lightning_rlhf.schema.error_screen import one_screen
 
         print(one_screen(error, arguments), file=sys.stderr)
         return 2
@@ -283,7 +283,7 @@ def _told_without_servers(folder: str | None = None) -> Iterator[None]:
     from lightning_rlhf.checkpoint import CheckpointError
     from lightning_rlhf.control import TrainingFailed
     from lightning_rlhf.rewards import RewardError
-    from lightning_rlhf.rollout.pool import ServersGone
+    from lightning_rlhf.rollout.server_pool import ServersGone
     from lightning_rlhf.runs.ending import RunFailed, in_short
 
     try:

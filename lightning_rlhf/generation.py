@@ -17,7 +17,7 @@ from lightning_rlhf.metrics.batch import MetricBatch
 from lightning_rlhf.models.sharding import gathered, is_sharded
 from lightning_rlhf.rollout import AheadRollouts
 from lightning_rlhf.rollout.binding import check_finite
-from lightning_rlhf.rollout.parts import generate_in_parts
+from lightning_rlhf.rollout.in_parts import generate_in_parts
 from lightning_rlhf.scoring import score_experience
 
 if TYPE_CHECKING:

@@ -16,7 +16,6 @@ from lightning_rlhf.control import Control
 from lightning_rlhf.data import check_room
 from lightning_rlhf.distributed.parallel import agree_on_fields
 from lightning_rlhf.distributed.processes import together
-from lightning_rlhf.evaluation import Evaluation
 from lightning_rlhf.events import ExperienceStats, emit
 from lightning_rlhf.experience import Experience, MiniBatch, PromptBatch, Rollout
 from lightning_rlhf.functional.losses import PolicyLoss, ppo_policy_loss
@@ -28,7 +27,7 @@ from lightning_rlhf.metrics.experience import experience_numbers
 from lightning_rlhf.metrics.moments import RunningMoments
 from lightning_rlhf.models import Policy, SharedCritic
 from lightning_rlhf.models.sharding import is_sharded
-from lightning_rlhf.module_state import ModuleState
+from lightning_rlhf.module_checkpoint import ModuleState
 from lightning_rlhf.objective import micro_batch_loss
 from lightning_rlhf.optimizer import default_group, make_optimizer, set_rates, take_settings
 from lightning_rlhf.rewards import CompositeReward
@@ -37,6 +36,7 @@ from lightning_rlhf.rollout.binding import end_tokens
 from lightning_rlhf.scoring import compute_advantages, score_experience, score_rewards
 from lightning_rlhf.settings import PPOSettings
 from lightning_rlhf.update import UpdateLoop
+from lightning_rlhf.validation import Evaluation
 
 
 class PolicyOutput(NamedTuple):

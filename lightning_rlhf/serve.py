@@ -17,7 +17,7 @@ from lightning_rlhf import precision, schema
 from lightning_rlhf.assembly import building, make
 from lightning_rlhf.models import LoadedModel
 from lightning_rlhf.models.loading import resolve_path
-from lightning_rlhf.rollout import door
+from lightning_rlhf.rollout import token_check
 from lightning_rlhf.schema.searchpath import register
 
 DEFAULTS: dict[str, str] = {
@@ -36,7 +36,7 @@ DEFAULTS: dict[str, str] = {
 OWN_OPTIONS = ("--host", "--api-key")
 """Options of vLLM that are not handed over: the address is checked here, a key would show in the process list."""
 
-EXTENSION = "lightning_rlhf.rollout.extension.WeightReceiver"
+EXTENSION = "lightning_rlhf.rollout.vllm_worker.WeightReceiver"
 
 
 def serve(options: Mapping[str, str], overrides: Sequence[str], extra: Sequence[str] = ()) -> None:
@@ -65,13 +65,13 @@ def serve(options: Mapping[str, str], overrides: Sequence[str], extra: Sequence[
             raise schema.InputError(f"{name} is not allowed after --: give host= or token_file= before it")
     doors = doors_of(config, chosen)
     # The last one of each counts, and the last middleware is the outermost.
-    last = ["--host", chosen["host"], "--middleware", door.MIDDLEWARE]
+    last = ["--host", chosen["host"], "--middleware", token_check.MIDDLEWARE]
     arguments = [*command(config, options, model_to_serve(config["model"]["source"])), *extra, *last]
     print(shlex.join([*(f"{name}={value}" for name, value in doors.items()), *arguments]), flush=True)
     package = str(Path(__file__).resolve().parents[1])
     environment = os.environ | doors
-    if door.TOKEN_FILE in doors:
-        environment.pop(door.TOKEN, None)
+    if token_check.TOKEN_FILE in doors:
+        environment.pop(token_check.TOKEN, None)
     # The workers import the extension, also from a checkout that is not installed.
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     os.execve(sys.executable, arguments, environment)
@@ -92,22 +92,23 @@ def doors_of(config: Mapping[str, Any], chosen: Mapping[str, str]) -> dict[str, 
     source, port = rollout.get("weights_host", "127.0.0.1"), rollout.get("weights_port", 0)
     weights_from = chosen["weights_from"] or (f"{source}:{port}" if port else source)
     try:
-        token = door.read_token(file)
-        door.agreed(weights_from)
+        token = token_check.read_token(file)
+        token_check.agreed(weights_from)
     except ValueError as error:
         raise schema.InputError(str(error)) from None
-    file = file or os.environ.get(door.TOKEN_FILE)
-    if token is None and not door.is_loopback(chosen["host"]):
+    file = file or os.environ.get(token_check.TOKEN_FILE)
+    if token is None and not token_check.is_loopback(chosen["host"]):
         raise schema.InputError(
             f"host = {chosen['host']!r} is not allowed without a token: whoever reaches the server could replace its "
-            f"weights and call any method of its workers. Give token_file=FILE or {door.TOKEN}, or host=127.0.0.1"
+            "weights and call any method of its workers. "
+            f"Give token_file=FILE or {token_check.TOKEN}, or host=127.0.0.1"
         )
     doors = {
-        # Opens the end points for weights; door.Door stands before them.
+        # Opens the end points for weights; token_check.TokenCheck stands before them.
         "VLLM_SERVER_DEV_MODE": "1",
-        door.WEIGHTS_FROM: weights_from,
+        token_check.WEIGHTS_FROM: weights_from,
     }
-    return doors | ({door.TOKEN_FILE: str(Path(file).expanduser().absolute())} if file else {})
+    return doors | ({token_check.TOKEN_FILE: str(Path(file).expanduser().absolute())} if file else {})
 
 
 def command(config: Mapping[str, Any], options: Mapping[str, str], model: str) -> list[str]:

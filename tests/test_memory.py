@@ -15,7 +15,7 @@ from lightning_rlhf.control import Control
 from lightning_rlhf.experience import PromptBatch, Rollout
 from lightning_rlhf.memory import OutOfMemory, attempt, is_out_of_memory, peak_memory_share
 from lightning_rlhf.rollout import HFEngine
-from lightning_rlhf.rollout.parts import generate_in_parts
+from lightning_rlhf.rollout.in_parts import generate_in_parts
 from tests.support import prompts, tiny_module
 
 

@@ -8,13 +8,13 @@ import warnings
 
 import pytest
 
-from lightning_rlhf import quiet as noise
+from lightning_rlhf import quiet
 
 
 def test_listed_log_records_are_dropped_and_others_are_not(caplog):
-    log = logging.getLogger(noise.LOGGERS[0])
+    log = logging.getLogger(quiet.LOGGERS[0])
     with caplog.at_level(logging.INFO):
-        with noise.quiet():
+        with quiet.quiet():
             log.info("GPU available: False, used: False")
             log.info("GPU available: True, used: False")
         log.info("💡 Tip: afterwards")
@@ -35,7 +35,7 @@ def test_listed_log_records_are_dropped_and_others_are_not(caplog):
 def test_listed_warnings_are_dropped_and_others_are_not(message, heard):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with noise.quiet():
+        with quiet.quiet():
             warnings.warn(message, stacklevel=1)
     assert len(caught) == heard
 
@@ -45,7 +45,7 @@ def test_lightning_leaves_its_records_to_the_root_logger():
     before = list(log.handlers)
     try:
         log.addHandler(logging.NullHandler())
-        noise.log_once()
+        quiet.log_once()
         assert log.handlers == []
     finally:
         log.handlers[:] = before
@@ -55,7 +55,7 @@ def test_processes_of_ray_keep_their_errors_whatever_level_ray_sets(caplog):
     log = logging.getLogger("ray.train.v2._internal.callbacks.backend_setup")
     filters = list(log.filters)
     try:
-        noise.quiet_ray()
+        quiet.quiet_ray()
         with caplog.at_level(logging.DEBUG, log.name):
             log.warning("expected")
             log.error("not expected")
@@ -76,7 +76,7 @@ def test_no_bars_for_weights_that_are_read_from_a_disk(tmp_path, capsys):
     try:
         load_pretrained(str(tmp_path))
         assert "Loading weights" in capsys.readouterr().err
-        noise.quiet_loading()
+        quiet.quiet_loading()
         load_pretrained(str(tmp_path))
         assert capsys.readouterr().err == ""
     finally:
@@ -85,8 +85,8 @@ def test_no_bars_for_weights_that_are_read_from_a_disk(tmp_path, capsys):
 
 def test_a_level_of_messages_that_the_user_has_set_stays(monkeypatch):
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "INFO")
-    noise.quiet_libraries()
+    quiet.quiet_libraries()
     assert os.environ["TORCH_CPP_LOG_LEVEL"] == "INFO"
     monkeypatch.delenv("TORCH_CPP_LOG_LEVEL")
-    noise.quiet_libraries()
+    quiet.quiet_libraries()
     assert os.environ.pop("TORCH_CPP_LOG_LEVEL") == "ERROR"

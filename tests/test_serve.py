@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from lightning_rlhf import cli, schema, serve
 from lightning_rlhf.models import build_tiny
-from lightning_rlhf.rollout import door
+from lightning_rlhf.rollout import token_check
 
 SECRET = "not-a-guess-0123456789"
 
@@ -22,7 +22,7 @@ def executed(monkeypatch, tmp_path) -> list[tuple[list[str], dict[str, str]]]:
     monkeypatch.setattr(os, "execve", lambda path, arguments, environment: calls.append((arguments, environment)))
     monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for name in (door.TOKEN, door.TOKEN_FILE):
+    for name in (token_check.TOKEN, token_check.TOKEN_FILE):
         monkeypatch.delenv(name, raising=False)
     return calls
 
@@ -32,7 +32,7 @@ def option(arguments: list[str], name: str) -> str:
 
 
 def test_it_matches_the_run(executed, capsys, monkeypatch):
-    monkeypatch.setenv(door.TOKEN, SECRET)
+    monkeypatch.setenv(token_check.TOKEN, SECRET)
     words = ["port=8123", "host=0.0.0.0", "enforce_eager=true", "seed=5", "rollout.max_new_tokens=9"]
     assert cli.main(["serve", *words, "data.max_prompt_tokens=11", "--", "--max-num-seqs", "7"]) == 0
     [(arguments, environment)] = executed
@@ -45,11 +45,11 @@ def test_it_matches_the_run(executed, capsys, monkeypatch):
     assert {name: option(arguments, name) for name in expected} == expected
     assert "--enable-scale-out" in arguments and "--enforce-eager" in arguments
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"
-    assert environment[door.WEIGHTS_FROM] == "127.0.0.1"
-    assert environment[door.TOKEN] == SECRET and SECRET not in str(arguments)
+    assert environment[token_check.WEIGHTS_FROM] == "127.0.0.1"
+    assert environment[token_check.TOKEN] == SECRET and SECRET not in str(arguments)
     printed = capsys.readouterr().out
     assert "VLLM_SERVER_DEV_MODE=1" in printed and SECRET not in printed
-    assert arguments[-2:] == ["--middleware", door.MIDDLEWARE], "the last one is the outermost"
+    assert arguments[-2:] == ["--middleware", token_check.MIDDLEWARE], "the last one is the outermost"
     folder = option(arguments, "--model")
     assert AutoConfig.from_pretrained(folder).architectures == ["LlamaForCausalLM"]
     assert AutoTokenizer.from_pretrained(folder)("1+2=").input_ids == [3, 12, 4, 15]
@@ -116,10 +116,10 @@ def test_token_and_source_of_the_weights_reach_the_server(executed, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     assert cli.main(["serve", "host=0.0.0.0", "token_file=token", *run]) == 0
     assert cli.main(["serve", "host=0.0.0.0", f"rollout.token_file={file}", *run, "weights_from=10.0.0.2"]) == 0
-    monkeypatch.setenv(door.TOKEN_FILE, str(file))
+    monkeypatch.setenv(token_check.TOKEN_FILE, str(file))
     assert cli.main(["serve", "host=0.0.0.0"]) == 0
-    assert [environment[door.TOKEN_FILE] for _, environment in executed] == [str(file)] * 3
-    assert [environment[door.WEIGHTS_FROM] for _, environment in executed] == [
+    assert [environment[token_check.TOKEN_FILE] for _, environment in executed] == [str(file)] * 3
+    assert [environment[token_check.WEIGHTS_FROM] for _, environment in executed] == [
         *("10.0.0.1:7000", "10.0.0.2", "127.0.0.1")
     ]
     assert SECRET not in capsys.readouterr().out + str([arguments for arguments, _ in executed])
@@ -135,11 +135,11 @@ def test_the_address_cannot_be_changed_behind_its_back(executed, capsys):
     assert not executed
     assert cli.main(["serve", "--", "--middleware", "mine.Own", "--hos", "0.0.0.0"]) == 0
     [(arguments, _)] = executed
-    assert arguments[-4:] == ["--host", "127.0.0.1", "--middleware", door.MIDDLEWARE]
+    assert arguments[-4:] == ["--host", "127.0.0.1", "--middleware", token_check.MIDDLEWARE]
 
 
 def test_the_shipped_configuration_of_the_engine(compose, monkeypatch):
-    monkeypatch.setenv(door.TOKEN, SECRET)
+    monkeypatch.setenv(token_check.TOKEN, SECRET)
     from lightning_rlhf.assembly import make
     from lightning_rlhf.rollout import VLLMServerEngine
 

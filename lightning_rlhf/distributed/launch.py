@@ -27,7 +27,7 @@ from lightning.pytorch.plugins.environments import (
 from lightning_rlhf.distributed.processes import is_first
 from lightning_rlhf.files import write_whole
 from lightning_rlhf.interruption import REQUEST, REQUEST_VARIABLE, Interrupted, passed_on
-from lightning_rlhf.reporting.mlflow import end_as_failed
+from lightning_rlhf.reporting.mlflow_logger import end_as_failed
 from lightning_rlhf.runs.ending import RunFailed, how_to_go_on, told
 from lightning_rlhf.schema import InputError
 
@@ -167,7 +167,7 @@ def main(file: str) -> int:
     from lightning_rlhf.control import TrainingFailed
     from lightning_rlhf.quiet import quiet
     from lightning_rlhf.rewards import RewardError
-    from lightning_rlhf.rollout.pool import ServersGone
+    from lightning_rlhf.rollout.server_pool import ServersGone
     from lightning_rlhf.run import run
     from lightning_rlhf.schema import check
 

@@ -27,7 +27,7 @@ from lightning_rlhf.distributed.ray_settings import DEVICES, RaySettings
 from lightning_rlhf.interruption import REQUEST, REQUEST_VARIABLE, Interrupted, passed_on
 from lightning_rlhf.quiet import log_once, quiet, quiet_ray
 from lightning_rlhf.reporting import tracked as of_earlier
-from lightning_rlhf.reporting.mlflow import end_as_failed
+from lightning_rlhf.reporting.mlflow_logger import end_as_failed
 from lightning_rlhf.runs.ending import RunFailed, how_to_go_on, told
 from lightning_rlhf.schema import InputError, check
 from lightning_rlhf.settings import build

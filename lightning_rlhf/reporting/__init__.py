@@ -9,8 +9,8 @@ from lightning_rlhf.reporting.loggers import (
     tell,
     tracked,
 )
-from lightning_rlhf.reporting.mlflow import RLMLFlowLogger, send_spooled
-from lightning_rlhf.reporting.mlflow_run import RunRecord
+from lightning_rlhf.reporting.mlflow_delivery import RunRecord
+from lightning_rlhf.reporting.mlflow_logger import RLMLFlowLogger, send_spooled
 
 __all__ = [
     "RLMLFlowLogger",

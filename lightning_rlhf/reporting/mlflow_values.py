@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from lightning_rlhf.reporting.mlflow_run import LONGEST_PARAM, cut, fit_key
+from lightning_rlhf.reporting.mlflow_delivery import LONGEST_PARAM, cut, fit_key
 
 
 def now_ms() -> int:

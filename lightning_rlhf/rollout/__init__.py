@@ -2,7 +2,7 @@
 
 from lightning_rlhf.rollout.ahead import Ahead, AheadRollouts
 from lightning_rlhf.rollout.base import BaseEngine, RolloutEngine, Sampling
-from lightning_rlhf.rollout.guard import generation_mode
+from lightning_rlhf.rollout.generation_mode import generation_mode
 from lightning_rlhf.rollout.hf import HFEngine
 from lightning_rlhf.rollout.vllm import VLLMEngine
 from lightning_rlhf.rollout.vllm_server import VLLMServerEngine

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 from lightning_rlhf.experience import Finish
 from lightning_rlhf.rollout.base import Sampling
-from lightning_rlhf.rollout.cache import CachedModel
+from lightning_rlhf.rollout.cached_model import CachedModel
 from lightning_rlhf.rollout.sampling import draw
 
 LEAVING = 1 / 8

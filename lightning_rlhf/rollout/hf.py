@@ -14,9 +14,9 @@ from lightning_rlhf.models.weights import whole
 from lightning_rlhf.rollout.assemble import row_seeds
 from lightning_rlhf.rollout.base import BaseEngine, length_mask, pad_left
 from lightning_rlhf.rollout.binding import Binding, announce, bind, check_prompts
-from lightning_rlhf.rollout.cache import CachedModel
+from lightning_rlhf.rollout.cached_model import CachedModel
 from lightning_rlhf.rollout.decode import Response, decode, prefill
-from lightning_rlhf.rollout.guard import generation_mode
+from lightning_rlhf.rollout.generation_mode import generation_mode
 from lightning_rlhf.rollout.sampling import row_uniforms
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from lightning_rlhf.experience import PromptBatch, Rollout
 from lightning_rlhf.rollout.assemble import Generated, assemble_rollout, row_seeds
 from lightning_rlhf.rollout.base import BaseEngine, Sampling
 from lightning_rlhf.rollout.binding import Binding, announce, bind, check_prompts, unwrapped
-from lightning_rlhf.rollout.receiver import receive
 from lightning_rlhf.rollout.vllm_package import ASCEND_DEFAULTS, platform, quiet, require_vllm
+from lightning_rlhf.rollout.weight_receiver import receive
 from lightning_rlhf.rollout.weights import WEIGHT_BITS, named_weights
 
 if TYPE_CHECKING:

@@ -18,10 +18,10 @@ from lightning_rlhf.experience import PromptBatch, Rollout
 from lightning_rlhf.rollout.assemble import Generated, assemble_rollout, row_seeds
 from lightning_rlhf.rollout.base import BaseEngine, Sampling
 from lightning_rlhf.rollout.binding import Binding, announce, bind, check_prompts, unwrapped
-from lightning_rlhf.rollout.door import read_token
-from lightning_rlhf.rollout.pool import Row, ServerPool
-from lightning_rlhf.rollout.server import START, Server, ServerMismatch
-from lightning_rlhf.rollout.store import WeightStore
+from lightning_rlhf.rollout.server_client import START, Server, ServerMismatch
+from lightning_rlhf.rollout.server_pool import Row, ServerPool
+from lightning_rlhf.rollout.token_check import read_token
+from lightning_rlhf.rollout.weight_offer import WeightStore
 from lightning_rlhf.rollout.weights import named_weights
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class VLLMServerEngine(BaseEngine):
         retries: how often to look for a server when none is left, and how often to ask again for one response.
         retry_seconds: between two looks at a server that was dropped; doubled each time when none is left.
         token_file: file with the token that the servers ask for, readable by its owner alone; ``None``: the
-            environment gives it (see :func:`~lightning_rlhf.rollout.door.read_token`), or the servers ask for none.
+            environment gives it (:func:`~lightning_rlhf.rollout.token_check.read_token`), or the servers ask for none.
         weights_host: address of the first process's machine that the servers can reach; weights are offered there.
         weights_port: port for it; 0 takes a free one.
         weights_part_mib: weights travel in parts of about this size.

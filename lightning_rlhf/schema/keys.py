@@ -11,8 +11,8 @@ from lightning_rlhf.errors import Problem
 from lightning_rlhf.kinds import wrong_kind
 from lightning_rlhf.schema.locate import locate, parameters_of
 from lightning_rlhf.schema.shipped import flatten, known_at_the_top, shipped_keys
+from lightning_rlhf.schema.signatures import declared
 from lightning_rlhf.schema.spelling import hint
-from lightning_rlhf.schema.static import declared
 
 
 def get(config: Mapping[str, Any], key: str, default: Any = None) -> Any:

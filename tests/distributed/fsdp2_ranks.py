@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_rlhf.callbacks import OOMGuard, RLHFCallback
-from lightning_rlhf.checkpoint import shards as checkpoint_folder
+from lightning_rlhf.checkpoint import shards
 from lightning_rlhf.checkpoint.files import CheckpointError, verify, with_items
 from lightning_rlhf.checkpoint.shards import read_checkpoint, write_folder
 from lightning_rlhf.distributed.strategies import FSDP2Strategy
@@ -147,7 +147,7 @@ def failed_saves(folder: Path) -> list[str]:
     mesh, path, errors = init_device_mesh("cpu", (2,)), folder / "iteration_000001.ckpt", []
     content = {"state_dict": {"w": distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])}, "iteration": 1}
     write_folder(content, path)
-    digest = checkpoint_folder.digest
+    digest = shards.digest
     for broken in (1, 0):
 
         def full(file: Path, broken: int = broken) -> dict[str, Any]:
@@ -155,12 +155,12 @@ def failed_saves(folder: Path) -> list[str]:
                 raise OSError(28, "No space left on device")
             return digest(file)
 
-        checkpoint_folder.digest = full  # type: ignore[assignment]
+        shards.digest = full  # type: ignore[assignment]
         try:
             write_folder(content, path)
         except CheckpointError as error:
             errors.append(str(error))
-    checkpoint_folder.digest = digest
+    shards.digest = digest
     dist.barrier()
     assert [file.name for file in folder.glob("*.ckpt")] == [path.name]
     assert not list(folder.glob(".*"))

@@ -13,7 +13,7 @@ import pytest
 
 from lightning_rlhf import cli
 from lightning_rlhf.distributed import launch
-from lightning_rlhf.rollout.pool import ServersGone
+from lightning_rlhf.rollout.server_pool import ServersGone
 from lightning_rlhf.schema import InputError
 
 BIN = Path(sys.executable).parent

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_rlhf.rollout.extension import fetch
+from lightning_rlhf.rollout.vllm_worker import fetch
 
 Answer = tuple[int, dict[str, Any]]
 Fault = Callable[["FakeVLLMServer", dict[str, Any]], Answer | None]

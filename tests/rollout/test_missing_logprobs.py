@@ -14,7 +14,7 @@ from lightning_rlhf.callbacks import CalibrationError
 from lightning_rlhf.callbacks.calibrate import compare
 from lightning_rlhf.rollout import HFEngine, VLLMEngine, VLLMServerEngine
 from lightning_rlhf.rollout.assemble import Generated
-from lightning_rlhf.rollout.pool import ServersGone
+from lightning_rlhf.rollout.server_pool import ServersGone
 from lightning_rlhf.rollout.vllm import _generated
 from tests.rollout.fake_vllm_server import FakeVLLMServer, changed, once
 from tests.support import Recorder, fit, tiny_module, tiny_policy, weights

@@ -14,12 +14,12 @@ import torch
 from lightning_rlhf import cli
 from lightning_rlhf.checkpoint import latest_valid
 from lightning_rlhf.experience import Finish, sample_seed
-from lightning_rlhf.rollout import extension
-from lightning_rlhf.rollout import pool as pool_module
-from lightning_rlhf.rollout.pool import ServersGone
-from lightning_rlhf.rollout.receiver import Receipt
-from lightning_rlhf.rollout.server import RequestRefused
+from lightning_rlhf.rollout import server_pool as pool_module
+from lightning_rlhf.rollout import vllm_worker
+from lightning_rlhf.rollout.server_client import RequestRefused
+from lightning_rlhf.rollout.server_pool import ServersGone
 from lightning_rlhf.rollout.vllm_server import VLLMServerEngine
+from lightning_rlhf.rollout.weight_receiver import Receipt
 from tests.rollout.fake_vllm_server import FakeVLLMServer, changed, dies_at, once, response_to, slow
 from tests.rollout.real_vllm_servers import free_port
 
@@ -481,7 +481,7 @@ def test_the_worker_writes_weights_once_and_again_after_a_failure(monkeypatch):
 
     monkeypatch.setattr(extension, "fetch", lambda source, token, label: label.removeprefix("broken"))
     monkeypatch.setattr(extension, "receive", receive)
-    worker = extension.WeightReceiver()
+    worker = vllm_worker.WeightReceiver()
     assert worker.rlhf_held() == {"label": ""}
     source = "http://127.0.0.1:7000"
     answers = [worker.rlhf_receive(source, "token", label) for label in ("a", "a", "b", "broken", "b")]

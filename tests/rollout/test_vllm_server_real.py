@@ -13,8 +13,8 @@ import torch
 from lightning_rlhf.experience import PromptBatch, prompt_key, sample_seed
 from lightning_rlhf.models import build_tiny
 from lightning_rlhf.rollout import VLLMServerEngine
-from lightning_rlhf.rollout.pool import ServersGone
-from lightning_rlhf.rollout.server import Server
+from lightning_rlhf.rollout.server_client import Server
+from lightning_rlhf.rollout.server_pool import ServersGone
 from tests.rollout.real_vllm_servers import RealServer
 
 pytestmark = [

@@ -10,8 +10,8 @@ from lightning_rlhf import schema
 from lightning_rlhf.assembly import with_key
 from lightning_rlhf.schema import ConfigError, Problem, check
 from lightning_rlhf.schema.locate import locate, parameters_of
+from lightning_rlhf.schema.signatures import declared
 from lightning_rlhf.schema.spelling import FOREIGN_KEYS, hint, nearest
-from lightning_rlhf.schema.static import declared
 from lightning_rlhf.schema.trainer import REFUSED_TRAINER_OPTIONS
 
 

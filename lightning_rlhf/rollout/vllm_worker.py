@@ -1,6 +1,6 @@
 """The part that runs inside a vLLM server: it fetches the trainer's weights and writes them into the model.
 
-vLLM's option for it: ``--worker-extension-cls lightning_rlhf.rollout.extension.WeightReceiver``.
+vLLM's option for it: ``--worker-extension-cls lightning_rlhf.rollout.vllm_worker.WeightReceiver``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import safetensors.torch
 from torch import Tensor
 
-from lightning_rlhf.rollout.door import agreed_source, bearer
-from lightning_rlhf.rollout.receiver import receive
+from lightning_rlhf.rollout.token_check import agreed_source, bearer
+from lightning_rlhf.rollout.weight_receiver import receive
 
 TIMEOUT = 120.0
 """Seconds without a byte from the trainer after which a transfer has failed."""
@@ -58,9 +58,9 @@ class WeightReceiver:
         cannot spoil what the first has begun to use.
 
         Args:
-            source: address of the trainer's :class:`~lightning_rlhf.rollout.store.WeightStore`, ``http://host:port``;
+            source: address of the trainer's :class:`~lightning_rlhf.rollout.weight_offer.WeightStore`, ``http://host:port``;
                 refused unless it is the one this server was started with, see
-                :func:`~lightning_rlhf.rollout.door.agreed_source`.
+                :func:`~lightning_rlhf.rollout.token_check.agreed_source`.
             token: its bearer token.
             label: the weights that are wanted; others are refused.
 

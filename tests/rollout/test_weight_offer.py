@@ -7,7 +7,7 @@ import http.client
 
 import torch
 
-from lightning_rlhf.rollout.store import WeightStore, in_parts
+from lightning_rlhf.rollout.weight_offer import WeightStore, in_parts
 
 
 def test_weights_are_cut_into_parts_and_put_together_again():

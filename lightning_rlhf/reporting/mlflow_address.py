@@ -12,7 +12,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from lightning_rlhf import passwords
-from lightning_rlhf.reporting.mlflow_run import BRANCH_TAG, FOLDER, RunRecord
+from lightning_rlhf.reporting.mlflow_delivery import BRANCH_TAG, FOLDER, RunRecord
 from lightning_rlhf.reporting.spool import in_a_line
 
 log = logging.getLogger(__name__)

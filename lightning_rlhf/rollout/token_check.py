@@ -1,7 +1,8 @@
 """Who may speak to a vLLM server, and where it may fetch weights: the token, and the door that asks for it.
 
 vLLM's ``--api-key`` guards some prefixes of paths; the development end points, which call any method of the workers,
-are not among them. vLLM's options for this door: ``--middleware lightning_rlhf.rollout.door.Door``, as the last one.
+are not among them. vLLM's option for this check, as the last middleware:
+``--middleware lightning_rlhf.rollout.token_check.TokenCheck``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-MIDDLEWARE = f"{__name__}.Door"
+MIDDLEWARE = f"{__name__}.TokenCheck"
 TOKEN = "LIGHTNING_RLHF_TOKEN"
 """Environment variable that holds the token."""
 TOKEN_FILE = "LIGHTNING_RLHF_TOKEN_FILE"
@@ -139,7 +140,7 @@ def agreed_source(source: str, environment: Mapping[str, str] = os.environ) -> t
     return host, port
 
 
-class Door:
+class TokenCheck:
     """ASGI middleware around everything a server answers, unknown paths and websockets too; only ``/health`` is open.
 
     With a token (see :func:`read_token`), each request must show it as a bearer token. Without one, the server

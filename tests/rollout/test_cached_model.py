@@ -11,7 +11,7 @@ from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from lightning_rlhf.rollout import HFEngine
-from lightning_rlhf.rollout.cache import CachedModel, GrowingLayer
+from lightning_rlhf.rollout.cached_model import CachedModel, GrowingLayer
 
 
 def test_a_growing_layer_returns_what_a_dynamic_layer_returns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,8 +31,8 @@ from torch.utils.data import DataLoader
 
 from lightning_rlhf.metrics.names import UnknownMetricError
 from lightning_rlhf.reporting import RLMLFlowLogger, RunRecord, send_spooled
-from lightning_rlhf.reporting.mlflow import end_as_failed
-from lightning_rlhf.reporting.mlflow_run import with_table
+from lightning_rlhf.reporting.mlflow_delivery import with_table
+from lightning_rlhf.reporting.mlflow_logger import end_as_failed
 
 
 @pytest.fixture
@@ -316,7 +316,7 @@ def test_a_server_shows_the_value_that_was_written_last(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without access to its database nothing can be deleted; equal values are not stored twice."""
-    monkeypatch.setattr("lightning_rlhf.reporting.store._engine", lambda client: None)
+    monkeypatch.setattr("lightning_rlhf.reporting.mlflow_database._engine", lambda client: None)
     first = make()
     for step, value in ((1, 0.1), (2, math.nan), (3, 0.61)):
         first.log_metrics({"reward/mean": value}, step=step)

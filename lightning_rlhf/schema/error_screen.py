@@ -13,8 +13,8 @@ from typing import Any
 from lightning_rlhf.errors import ConfigError, InputError, SettingError
 from lightning_rlhf.schema.keys import MIXIN_SETTINGS
 from lightning_rlhf.schema.shipped import flatten, groups, homes
+from lightning_rlhf.schema.signatures import declared
 from lightning_rlhf.schema.spelling import FOREIGN_KEYS, hint, respelt
-from lightning_rlhf.schema.static import declared
 from lightning_rlhf.schema.trainer import REFUSED_TRAINER_OPTIONS
 from lightning_rlhf.schema.verl import OURS, PASTED, POLICY_GRADIENT, RENAMED, adopt
 

@@ -14,7 +14,7 @@ from typing import Any
 import safetensors.torch
 from torch import Tensor
 
-from lightning_rlhf.rollout.door import shows
+from lightning_rlhf.rollout.token_check import shows
 
 
 class WeightStore:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_rlhf.files import write_whole
 from lightning_rlhf.metrics import names
-from lightning_rlhf.reporting.store import forget_steps_behind
+from lightning_rlhf.reporting.mlflow_database import forget_steps_behind
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

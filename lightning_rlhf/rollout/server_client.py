@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lightning_rlhf.rollout.assemble import FINISH, Generated
-from lightning_rlhf.rollout.door import TOKEN, TOKEN_FILE, bearer, is_loopback
+from lightning_rlhf.rollout.token_check import TOKEN, TOKEN_FILE, bearer, is_loopback
 
 CONNECT_TIMEOUT = 5.0
 """Seconds after which a host that does not answer counts as gone."""

@@ -27,15 +27,7 @@ from omegaconf import OmegaConf
 from lightning_rlhf import passwords
 from lightning_rlhf.files import write_whole
 from lightning_rlhf.metrics import names
-from lightning_rlhf.reporting.mlflow_run import (
-    FOLDER,
-    LONGEST_TAG,
-    RunRecord,
-    TrackedRun,
-    cut,
-    fit_key,
-)
-from lightning_rlhf.reporting.mlflow_store import (
+from lightning_rlhf.reporting.mlflow_address import (
     address,
     branch_tags,
     creation_lock,
@@ -44,9 +36,17 @@ from lightning_rlhf.reporting.mlflow_store import (
     quiet_mlflow,
     store_of,
 )
+from lightning_rlhf.reporting.mlflow_database import artifacts_beside
+from lightning_rlhf.reporting.mlflow_delivery import (
+    FOLDER,
+    LONGEST_TAG,
+    RunRecord,
+    TrackedRun,
+    cut,
+    fit_key,
+)
 from lightning_rlhf.reporting.mlflow_values import cell, flattened, now_ms, number, plain
 from lightning_rlhf.reporting.spool import Courier, Deliver, Spool
-from lightning_rlhf.reporting.store import artifacts_beside
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

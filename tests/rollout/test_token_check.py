@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from lightning_rlhf.rollout import door
-from lightning_rlhf.rollout.door import Door, TokenError, agreed, agreed_source, is_loopback, read_token
-from lightning_rlhf.rollout.extension import WeightReceiver
-from lightning_rlhf.rollout.server import Server, ServerMismatch
-from lightning_rlhf.rollout.store import WeightStore
+from lightning_rlhf.rollout import token_check
+from lightning_rlhf.rollout.server_client import Server, ServerMismatch
+from lightning_rlhf.rollout.token_check import TokenCheck, TokenError, agreed, agreed_source, is_loopback, read_token
+from lightning_rlhf.rollout.vllm_worker import WeightReceiver
+from lightning_rlhf.rollout.weight_offer import WeightStore
 from tests.rollout.fake_vllm_server import FakeVLLMServer
 
 SECRET = "not-a-guess-0123456789"
@@ -21,7 +21,7 @@ SECRET = "not-a-guess-0123456789"
 
 @pytest.fixture(autouse=True)
 def _no_token(monkeypatch):
-    for name in (door.TOKEN, door.TOKEN_FILE, door.WEIGHTS_FROM):
+    for name in (token_check.TOKEN, token_check.TOKEN_FILE, token_check.WEIGHTS_FROM):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -48,7 +48,7 @@ def knock(request: dict[str, Any]) -> list[dict[str, Any]] | None:
     async def receive() -> dict[str, Any]:
         raise AssertionError("the door reads no body")
 
-    asyncio.run(Door(app)(request, receive, send))
+    asyncio.run(TokenCheck(app)(request, receive, send))
     assert bool(passed) != bool(sent)
     return None if passed else sent
 
@@ -58,7 +58,7 @@ def knock(request: dict[str, Any]) -> list[dict[str, Any]] | None:
 
 @pytest.fixture
 def token(monkeypatch) -> str:
-    monkeypatch.setenv(door.TOKEN, SECRET)
+    monkeypatch.setenv(token_check.TOKEN, SECRET)
     return f"Bearer {SECRET}"
 
 
@@ -110,9 +110,9 @@ def test_websockets_are_closed_before_they_open(token):
 
 
 def test_a_server_with_an_unusable_token_does_not_start(monkeypatch):
-    monkeypatch.setenv(door.TOKEN, "")
-    with pytest.raises(TokenError, match=f"{door.TOKEN} holds no token"):
-        Door(lambda *_: None)  # type: ignore[arg-type]
+    monkeypatch.setenv(token_check.TOKEN, "")
+    with pytest.raises(TokenError, match=f"{token_check.TOKEN} holds no token"):
+        TokenCheck(lambda *_: None)  # type: ignore[arg-type]
 
 
 # --- without one -----------------------------------------------------------------------------------------------------
@@ -138,10 +138,11 @@ def test_the_token_comes_from_a_file_or_the_environment(tmp_path):
     file.write_text(f"{SECRET}\n")
     file.chmod(0o600)
     assert read_token(None, {}) is None
-    assert read_token(None, {door.TOKEN: SECRET}) == read_token(str(file), {door.TOKEN: "another-0123456789"}) == SECRET
-    assert read_token(None, {door.TOKEN_FILE: str(file)}) == SECRET
+    assert read_token(None, {token_check.TOKEN: SECRET}) == SECRET
+    assert read_token(str(file), {token_check.TOKEN: "another-0123456789"}) == SECRET
+    assert read_token(None, {token_check.TOKEN_FILE: str(file)}) == SECRET
     with pytest.raises(TokenError, match="are both set"):
-        read_token(None, {door.TOKEN: SECRET, door.TOKEN_FILE: str(file)})
+        read_token(None, {token_check.TOKEN: SECRET, token_check.TOKEN_FILE: str(file)})
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o606, 0o620])
@@ -185,7 +186,7 @@ def test_what_is_no_token_is_said_without_showing_it(tmp_path, content):
 )
 def test_weights_are_fetched_from_the_agreed_address_only(monkeypatch, own, source):
     if own:
-        monkeypatch.setenv(door.WEIGHTS_FROM, own)
+        monkeypatch.setenv(token_check.WEIGHTS_FROM, own)
     with pytest.raises(ValueError, match="weights are not fetched from"):
         agreed_source(source)
     worker = WeightReceiver()
@@ -196,8 +197,8 @@ def test_weights_are_fetched_from_the_agreed_address_only(monkeypatch, own, sour
 
 def test_the_agreed_address_with_and_without_a_port():
     assert agreed_source("http://localhost:7000", {}) == ("localhost", 7000)
-    assert agreed_source("http://trainer:7000", {door.WEIGHTS_FROM: "trainer"}) == ("trainer", 7000)
-    assert agreed_source("http://trainer:7000/", {door.WEIGHTS_FROM: "Trainer:7000"}) == ("trainer", 7000)
+    assert agreed_source("http://trainer:7000", {token_check.WEIGHTS_FROM: "trainer"}) == ("trainer", 7000)
+    assert agreed_source("http://trainer:7000/", {token_check.WEIGHTS_FROM: "Trainer:7000"}) == ("trainer", 7000)
     assert agreed("[fe80::1]:70") == ("fe80::1", 70)
     for wrong in ("", "a:b", "http://trainer", "trainer/x", "me@trainer", "trainer:99999"):
         with pytest.raises(ValueError, match="host or host:port"):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
-from lightning_rlhf.rollout.server import Server, ServerFailed, ServerMismatch
+from lightning_rlhf.rollout.server_client import Server, ServerFailed, ServerMismatch
 
 log = logging.getLogger(__name__)
 

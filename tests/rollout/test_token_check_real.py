@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from lightning_rlhf.models import build_tiny
-from lightning_rlhf.rollout import VLLMServerEngine, door
-from lightning_rlhf.rollout.server import Server
-from lightning_rlhf.rollout.store import WeightStore
+from lightning_rlhf.rollout import VLLMServerEngine
+from lightning_rlhf.rollout.server_client import Server
+from lightning_rlhf.rollout.weight_offer import WeightStore
 from tests.rollout.real_vllm_servers import RealServer
 
 pytestmark = [
@@ -73,7 +73,7 @@ def ask(server: RealServer, path: str, method: str = "GET", body: Any = None, **
 
 def held(server: RealServer) -> Any:
     """What the workers hold, and the bits of a response by it."""
-    shown = door.bearer(SECRET)
+    shown = token_check.bearer(SECRET)
     label = ask(server, "/collective_rpc", "POST", {"method": "rlhf_held"}, **shown)
     sampling = {"temperature": 0.0, "max_tokens": 4, "logprobs": 0, "ignore_eos": True, "detokenize": False}
     status, text = ask(
@@ -86,7 +86,7 @@ def held(server: RealServer) -> Any:
 
 def test_every_path_answers_401_without_the_token_and_nothing_changes(server):
     before = held(server)
-    status, text = ask(server, "/openapi.json", **door.bearer(SECRET))
+    status, text = ask(server, "/openapi.json", **token_check.bearer(SECRET))
     assert status == 200
     listed = sorted(json.loads(text)["paths"])
     assert {"/collective_rpc", "/pause", "/reset_prefix_cache", "/inference/v1/generate", "/server_info"} <= set(listed)
@@ -96,10 +96,11 @@ def test_every_path_answers_401_without_the_token_and_nothing_changes(server):
         store.publish("another", [("lm_head.weight", torch.zeros(3))])
         receive = {"source": store.url, "token": store.token, "label": "another"}
         body = {"method": "rlhf_receive", "kwargs": receive, "new_version": "another", "prompt": "1+1=", "level": 1}
+        guess = token_check.bearer("guess" * 5)
         for path in [*listed, *BY_HAND]:
             for method in METHODS:
                 answers[method, path] = ask(server, path, method, body)[0]
-                answers[method, f"{path} guessed"] = ask(server, path, method, body, **door.bearer("guess" * 5))[0]
+                answers[method, f"{path} guessed"] = ask(server, path, method, body, **guess)[0]
     finally:
         store.close()
     health = {"GET /health": 200, "HEAD /health": 405}
@@ -126,7 +127,7 @@ def test_it_listens_on_loopback_alone(server):
     listening = [(address, port) for address, port, inode in _listening() if inode in sockets]
     assert ("127.0.0.1", server.port) in listening
     print("listens on", listening)
-    assert all(door.is_loopback(address) for address, _ in listening), listening
+    assert all(token_check.is_loopback(address) for address, _ in listening), listening
 
 
 def test_the_token_is_in_no_command_line_and_no_log(server):
@@ -174,7 +175,7 @@ def test_a_training_with_the_token(server, token_file, compose, tiny_run, monkey
 
 
 def test_without_the_token_the_trainer_says_what_is_missing(server, monkeypatch):
-    monkeypatch.delenv(door.TOKEN, raising=False)
+    monkeypatch.delenv(token_check.TOKEN, raising=False)
     tiny = build_tiny("0123456789+-*= ", **MODEL)
     engine = VLLMServerEngine([server.url], max_new_tokens=8)
     with pytest.raises(ValueError, match=r"answered 401.*rollout.token_file"):
