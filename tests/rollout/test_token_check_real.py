@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lightning_rlhf.models import build_tiny
-from lightning_rlhf.rollout import VLLMServerEngine
+from lightning_rlhf.rollout import VLLMServerEngine, token_check
 from lightning_rlhf.rollout.server_client import Server
 from lightning_rlhf.rollout.weight_offer import WeightStore
 from tests.rollout.real_vllm_servers import RealServer

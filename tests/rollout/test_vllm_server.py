@@ -479,8 +479,8 @@ def test_the_worker_writes_weights_once_and_again_after_a_failure(monkeypatch):
         written.append(weights)
         return Receipt(sent=1, parameters=1)
 
-    monkeypatch.setattr(extension, "fetch", lambda source, token, label: label.removeprefix("broken"))
-    monkeypatch.setattr(extension, "receive", receive)
+    monkeypatch.setattr(vllm_worker, "fetch", lambda source, token, label: label.removeprefix("broken"))
+    monkeypatch.setattr(vllm_worker, "receive", receive)
     worker = vllm_worker.WeightReceiver()
     assert worker.rlhf_held() == {"label": ""}
     source = "http://127.0.0.1:7000"
