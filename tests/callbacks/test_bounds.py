@@ -23,6 +23,7 @@ from lightning_rlhf.callbacks import (
 from lightning_rlhf.callbacks.advantage_vanish import MEMORY
 from lightning_rlhf.control import Control
 from lightning_rlhf.events import EpochStats
+from lightning_rlhf.settings import SettingError
 from tests.support import experience_stats, minibatch_stats, update_stats
 
 NONE: Any = None
@@ -57,7 +58,9 @@ def skips(callback: Any, **numbers: Any) -> bool:
     given = module()
     with given.control.allow("skip_step", "rollback"):
         callback.on_before_step(NONE, given, replace(minibatch_stats(), **{"minibatch": 1} | numbers))
-    return given.control.wants("skip_step")
+    stopped = given.control.wants("stop_epochs")
+    assert stopped == given.control.wants("skip_step"), "a step that is not taken is the batch's last"
+    return stopped
 
 
 def test_clip_fraction_break() -> None:
@@ -172,6 +175,28 @@ def test_calibrate_refuses_what_the_precision_does_not_explain(engine: dict[str,
     with pytest.raises(CalibrationError, match=rf"over the limit of {limit:g} "):
         Calibrate().on_rollout_start(NONE, given, SimpleNamespace(first=lambda count: count))  # type: ignore[arg-type]
     assert asked == [(16, 32)] * 3, "16 prompts, answers of 32 tokens"
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        *[(KLEarlyStop, {"hard_limit": bad}) for bad in (0.0, -1.0, math.nan)],
+        *[(KLEarlyStop, {"patience": bad}) for bad in (0, 1.5)],
+        *[(LengthCurriculum, {"start": bad}) for bad in (0.0, -0.5, 0, 1.5)],
+        *[(LengthCurriculum, {"max_truncated": bad}) for bad in (0.0, 1.0, -0.5)],
+        *[(LengthCurriculum, {"iterations": bad}) for bad in (0, 1.5)],
+    ],
+)
+def test_settings_out_of_bounds_are_refused(kind: Any, settings: dict[str, Any]) -> None:
+    [name] = settings
+    with pytest.raises(SettingError, match=rf"{name} = .* is not allowed: a (finite|whole) number"):
+        kind(**settings)
+
+
+def test_the_least_settings_are_taken() -> None:
+    assert KLEarlyStop(hard_limit=None, patience=1).patience == 1
+    curriculum = LengthCurriculum(start=1, iterations=1, max_truncated=None)
+    assert (curriculum.start, curriculum.least) == (1, 0)
 
 
 def test_length_curriculum_grows_by_half_where_more_is_cut() -> None:
