@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from lightning_rlhf.distributed.processes import gather_objects, place
+from lightning_rlhf.errors import InputError
 
 if TYPE_CHECKING:
     from lightning_rlhf.generation import RolloutSource
@@ -49,13 +50,13 @@ class ModuleState:
         """Restore what :meth:`save` saved.
 
         Raises:
-            RuntimeError: the reference model is not the same one.
+            InputError: the reference model is not the same one.
         """
         saved, reference = checkpoint["lightning_rlhf"], self._module.reference
         if saved["reference_fingerprint"] != self.reference_fingerprint():
-            raise RuntimeError(
+            raise InputError(
                 "the checkpoint was trained against another reference model than the one loaded now: the model's "
-                "source has changed since, or model.policy.reference differs. Restore it, or start a new run."
+                "source or seed has changed since, or model.policy.reference differs. Restore it, or start a new run."
             )
         self._module.control.load_state_dict(saved["control"])
         self._update.load_state_dict(saved["update"])

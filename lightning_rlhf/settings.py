@@ -7,24 +7,13 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Any, TypeVar, get_args
 
-from lightning_rlhf.bounds import is_number
+from lightning_rlhf.bounds import bounded, is_number
 from lightning_rlhf.errors import SettingError
 from lightning_rlhf.functional.choices import Aggregation, KLEstimator, RatioLevel
 from lightning_rlhf.functional.schedules import Schedule
 from lightning_rlhf.kinds import wrong_kind
 
 _Settings = TypeVar("_Settings")
-
-
-def _positive(block: str, settings: object, *names: str, zero: bool = False) -> None:
-    for name in names:
-        value = getattr(settings, name)
-        if value is None:
-            continue
-        if not is_number(value):
-            raise SettingError(f"{block}.{name}", value, "a finite number")
-        if value < 0 or (value == 0 and not zero):
-            raise SettingError(f"{block}.{name}", value, "a number >= 0" if zero else "a number > 0")
 
 
 def _one_of(block: str, settings: object, name: str, allowed: tuple[str, ...]) -> None:
@@ -51,11 +40,16 @@ class UpdateSettings:
     """Tokens (padding included) of one forward pass without gradient (old, reference and value scoring)."""
 
     def __post_init__(self) -> None:
-        names = ("epochs", "minibatch_size", "micro_batch_tokens", "micro_batch_size", "score_tokens")
-        _positive("module.update", self, *names)
-        for name in names:
-            if not isinstance(getattr(self, name), (int, type(None))):
-                raise SettingError(f"module.update.{name}", getattr(self, name), "a whole number > 0")
+        bounded(
+            "module.update",
+            at_least=1,
+            whole=True,
+            epochs=self.epochs,
+            minibatch_size=self.minibatch_size,
+            micro_batch_tokens=self.micro_batch_tokens,
+            score_tokens=self.score_tokens,
+        )
+        bounded("module.update", at_least=1, whole=True, optional=True, micro_batch_size=self.micro_batch_size)
         if self.micro_batch_size is not None and self.micro_batch_size > self.minibatch_size:
             raise SettingError(
                 "module.update.micro_batch_size",
@@ -84,10 +78,7 @@ class AdvantageSettings:
 
     def __post_init__(self) -> None:
         _one_of("module.advantage", self, "estimator", ESTIMATORS)
-        for name in ("gamma", "gae_lambda"):
-            value = getattr(self, name)
-            if not 0.0 <= value <= 1.0:
-                raise SettingError(f"module.advantage.{name}", value, "a number from 0 to 1")
+        bounded("module.advantage", at_least=0, at_most=1, gamma=self.gamma, gae_lambda=self.gae_lambda)
 
 
 @dataclass(frozen=True)
@@ -101,7 +92,7 @@ class RewardSettings:
 
     def __post_init__(self) -> None:
         _one_of("module.reward_processing", self, "normalise", ("none", "batch", "running"))
-        _positive("module.reward_processing", self, "clip")
+        bounded("module.reward_processing", above=0, optional=True, clip=self.clip)
 
 
 @dataclass(frozen=True)
@@ -124,12 +115,12 @@ class LossSettings:
     """Weight of the entropy bonus; at 0 no gradient of the entropy is computed."""
 
     def __post_init__(self) -> None:
-        _positive("module.loss", self, "clip_low", "clip_high", "value_clip")
-        _positive("module.loss", self, "value_coefficient", "entropy_coefficient", zero=True)
-        if self.clip_low >= 1:
-            raise SettingError("module.loss.clip_low", self.clip_low, "a number in (0, 1)")
-        if self.dual_clip is not None and not self.dual_clip > 1:
-            raise SettingError("module.loss.dual_clip", self.dual_clip, "a number > 1, or null")
+        bounded("module.loss", above=0, below=1, clip_low=self.clip_low)
+        bounded("module.loss", above=0, clip_high=self.clip_high)
+        bounded("module.loss", above=0, optional=True, value_clip=self.value_clip)
+        bounded("module.loss", above=1, optional=True, dual_clip=self.dual_clip)
+        coefficients = {"value_coefficient": self.value_coefficient, "entropy_coefficient": self.entropy_coefficient}
+        bounded("module.loss", at_least=0, **coefficients)
         _one_of("module.loss", self, "ratio_level", get_args(RatioLevel))
         _one_of("module.loss", self, "aggregation", get_args(Aggregation))
 
@@ -146,7 +137,7 @@ class KLSettings:
     """reward: subtracted from each token's reward; loss: added to the loss (k2 or k3)."""
 
     def __post_init__(self) -> None:
-        _positive("module.kl", self, "coefficient", zero=True)
+        bounded("module.kl", at_least=0, coefficient=self.coefficient)
         _one_of("module.kl", self, "estimator", get_args(KLEstimator))
         _one_of("module.kl", self, "placement", ("reward", "loss"))
         if self.placement == "loss" and self.estimator not in ("k2", "k3"):
@@ -168,8 +159,9 @@ class GroupSettings:
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        _positive("module.<group>", self, "lr", "clip_norm")
-        _positive("module.<group>", self, "warmup_iterations", "weight_decay", zero=True)
+        bounded("module.<group>", above=0, lr=self.lr)
+        bounded("module.<group>", above=0, optional=True, clip_norm=self.clip_norm)
+        bounded("module.<group>", at_least=0, warmup_iterations=self.warmup_iterations, weight_decay=self.weight_decay)
 
 
 @dataclass(frozen=True)
@@ -184,12 +176,11 @@ class OptimizerSettings:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+        if len(self.betas) != 2 or not all(is_number(beta) and 0 <= beta < 1 for beta in self.betas):
             raise SettingError("module.optimizer.betas", self.betas, "two numbers in [0, 1)")
-        _positive("module.optimizer", self, "eps")
+        bounded("module.optimizer", above=0, eps=self.eps)
+        bounded("module.optimizer", at_least=0, at_most=1, final_lr_fraction=self.final_lr_fraction)
         _one_of("module.optimizer", self, "schedule", get_args(Schedule))
-        if not 0 <= self.final_lr_fraction <= 1:
-            raise SettingError("module.optimizer.final_lr_fraction", self.final_lr_fraction, "a number from 0 to 1")
 
 
 @dataclass(frozen=True)

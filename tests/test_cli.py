@@ -255,7 +255,11 @@ GOOD = {"prompt": "1+1=", "answer": "2"}
 FROM_FILE = ["data=jsonl", "data.train.path=rows.jsonl"]
 
 INPUTS = {
-    "negative clip range": (None, ["module.loss.clip_low=-0.2"], ["module.loss.clip_low = -0.2", "a number > 0"]),
+    "negative clip range": (
+        None,
+        ["module.loss.clip_low=-0.2"],
+        ["module.loss.clip_low = -0.2", "a finite number > 0 and < 1"],
+    ),
     "missing data file": (None, ["data=jsonl", "data.train.path=no.jsonl"], ["data.train.path", "no.jsonl"]),
     "malformed line": (lines(GOOD, GOOD, '{"prompt": '), FROM_FILE, ["rows.jsonl:3", "JSON"]),
     "row without prompt": (lines(GOOD, {"question": "?"}), FROM_FILE, ["rows.jsonl:2", "no prompt", "question"]),

@@ -11,6 +11,7 @@ import torch
 from lightning import LightningDataModule, Trainer
 from transformers import PreTrainedTokenizerBase
 
+from lightning_rlhf.bounds import bounded
 from lightning_rlhf.data.fingerprint import held_out, held_out_difference
 from lightning_rlhf.data.loaders import PromptLoader, PromptStream, ValidationLoader
 from lightning_rlhf.data.prompts import EncodedPrompts, Prompt, PromptEncoder, numbered
@@ -73,11 +74,10 @@ class PromptDataModule(LightningDataModule):
         validation_batch_size: int = 64,
     ) -> None:
         super().__init__()
-        _check_positive("prompts_per_iteration", prompts_per_iteration)
-        _check_positive("iterations", iterations)
-        _check_positive("validation_batch_size", validation_batch_size)
-        _check_positive("validation_size", validation_size, optional=True)
-        _check_positive("validation_limit", validation_limit, optional=True)
+        counts = {"prompts_per_iteration": prompts_per_iteration, "validation_batch_size": validation_batch_size}
+        bounded("data", at_least=1, whole=True, iterations=iterations, **counts)
+        held_out = {"validation_size": validation_size, "validation_limit": validation_limit}
+        bounded("data", at_least=1, whole=True, optional=True, **held_out)
         if validation is not None and validation_size is not None:
             raise DataError(
                 f"data.validation_size = {validation_size} is not allowed beside data.validation: hold out rows of "
@@ -289,11 +289,3 @@ def _warn_about_duplicates(train: Sequence[Prompt], held_out: Sequence[Prompt]) 
             len(held_out),
             listed([f"{prompt.row[SOURCE_KEY]} is {first[prompt.key].row[SOURCE_KEY]}" for prompt in seen]),
         )
-
-
-def _check_positive(name: str, value: int | None, *, optional: bool = False) -> None:
-    if value is None and optional:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        allowed = "a whole number >= 1" + (", or null" if optional else "")
-        raise DataError(f"data.{name} = {value!r} is not allowed: {allowed}")

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from lightning_rlhf.bounds import bounded
 from lightning_rlhf.data.sources import SOURCE_KEY, DataError, Row
 from lightning_rlhf.experience import PromptBatch, prompt_key
 
@@ -75,8 +76,7 @@ class PromptEncoder:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         max_tokens: int | None = None,
     ) -> None:
-        if max_tokens is not None and max_tokens < 1:
-            raise DataError(f"data.max_prompt_tokens = {max_tokens!r} is not allowed: a whole number >= 1, or null")
+        bounded("data", at_least=1, whole=True, optional=True, max_prompt_tokens=max_tokens)
         self.tokenizer, self.prompt_field = tokenizer, prompt_field
         self.system_prompt, self.text_as_chat = system_prompt, text_as_chat
         self.chat_template_kwargs = dict(chat_template_kwargs or {})

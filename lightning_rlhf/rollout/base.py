@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from lightning_rlhf.bounds import is_number
+from lightning_rlhf.bounds import bounded
 from lightning_rlhf.errors import SettingError
 from lightning_rlhf.experience import PromptBatch, Rollout
 from lightning_rlhf.rollout.ahead import Ahead
@@ -40,16 +40,14 @@ class Sampling:
     greedy: bool = False
 
     def __post_init__(self) -> None:
-        if not (is_number(self.temperature) and self.temperature > 0):
-            _refuse("temperature", self.temperature, "a finite number > 0 (for argmax decoding use greedy=True)")
-        if not (_is_integer(self.top_k) and self.top_k >= 0):
-            _refuse("top_k", self.top_k, "an integer >= 0, where 0 switches it off")
-        if not (is_number(self.top_p) and 0 < self.top_p <= 1):
-            _refuse("top_p", self.top_p, "a number in (0, 1], where 1 switches it off")
-        for name in ("samples", "max_new_tokens"):
-            value = getattr(self, name)
-            if not (_is_integer(value) and value >= 1):
-                _refuse(name, value, "an integer >= 1")
+        if self.temperature == 0:
+            raise SettingError(
+                "rollout.temperature", self.temperature, "a number > 0 (for argmax decoding use greedy=True)"
+            )
+        bounded("rollout", above=0, temperature=self.temperature)
+        bounded("rollout", at_least=0, whole=True, top_k=self.top_k)  # 0 switches it off
+        bounded("rollout", above=0, at_most=1, top_p=self.top_p)  # 1 switches it off
+        bounded("rollout", at_least=1, whole=True, samples=self.samples, max_new_tokens=self.max_new_tokens)
 
     @property
     def truncated(self) -> bool:
@@ -190,11 +188,3 @@ def pad_left(ids: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]
 def length_mask(lengths: Tensor, columns: int) -> Tensor:
     """``[B, columns]`` bool, true on the first ``lengths[b]`` columns of row ``b``."""
     return torch.arange(columns, device=lengths.device) < lengths.unsqueeze(-1)
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _refuse(key: str, value: object, allowed: str) -> None:
-    raise SettingError(f"rollout.{key}", value, allowed)

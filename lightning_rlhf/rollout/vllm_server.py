@@ -76,9 +76,11 @@ class VLLMServerEngine(BaseEngine):
     ) -> None:
         super().__init__(**shared)
         if self.sampling.temperature < LOWEST_TEMPERATURE:
-            _refuse("temperature", self.sampling.temperature, f"vLLM samples at {LOWEST_TEMPERATURE} or above")
+            raise SettingError(
+                "rollout.temperature", self.sampling.temperature, f"vLLM samples at {LOWEST_TEMPERATURE} or above"
+            )
         if isinstance(urls, str) or not urls or len(set(urls)) < len(urls):
-            _refuse("urls", urls, "a list of different addresses as http://host:port")
+            raise SettingError("rollout.urls", urls, "a list of different addresses as http://host:port")
         bounded("rollout", at_least=1, whole=True, requests_per_server=requests_per_server)
         bounded("rollout", at_least=1, whole=True, weights_part_mib=weights_part_mib)
         bounded("rollout", at_least=0, whole=True, retries=retries, weights_port=weights_port)
@@ -118,7 +120,7 @@ class VLLMServerEngine(BaseEngine):
         rank, world = place()
         if self._pool.per_server < world:
             allowed = f"at least {world}, one for each training process"
-            _refuse("requests_per_server", self._pool.per_server, allowed)
+            raise SettingError("rollout.requests_per_server", self._pool.per_server, allowed)
         with self._lock:
             self._lm, self._binding, self._label = lm, bind(lm, tokenizer, self.stop_token_ids), ""
             self._pool.share(rank, world)
@@ -303,7 +305,3 @@ class VLLMServerEngine(BaseEngine):
         if self._binding is None:
             raise RuntimeError("VLLMServerEngine.setup(lm, tokenizer) comes before any other call")
         return self._binding
-
-
-def _refuse(key: str, value: object, allowed: str) -> None:
-    raise SettingError(f"rollout.{key}", value, allowed)

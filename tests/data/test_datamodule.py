@@ -21,6 +21,7 @@ from lightning_rlhf.data import DataError, PromptDataModule
 from lightning_rlhf.data.datamodule import hold_out
 from lightning_rlhf.data.loaders import PromptStream, ValidationLoader
 from lightning_rlhf.data.prompts import Prompt
+from lightning_rlhf.errors import SettingError
 from lightning_rlhf.experience import prompt_key
 
 
@@ -342,7 +343,7 @@ def test_errors_name_the_setting_and_the_place(tokenizer, tmp_path):
 )
 def test_settings_out_of_range_are_refused(tokenizer, setting):
     [(name, value)] = setting.items()
-    with pytest.raises(DataError, match=rf"data\.{name} = {value} is not allowed: a whole number >= 1"):
+    with pytest.raises(SettingError, match=rf"data\.{name} = {value} is not allowed: a whole number >= 1"):
         data(tokenizer, rows(6), **setting)
 
 

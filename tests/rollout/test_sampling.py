@@ -154,13 +154,13 @@ def test_global_random_state_is_left_alone() -> None:
         ("temperature", math.inf, "finite"),
         ("temperature", math.nan, "finite"),
         ("temperature", "hot", "number"),
-        ("top_k", -1, "0 switches it off"),
-        ("top_k", 2.5, "integer"),
-        ("top_p", 0.0, "(0, 1]"),
-        ("top_p", 1.01, "(0, 1]"),
+        ("top_k", -1, "whole number >= 0"),
+        ("top_k", 2.5, "whole number >= 0"),
+        ("top_p", 0.0, "> 0 and <= 1"),
+        ("top_p", 1.01, "> 0 and <= 1"),
         ("samples", 0, ">= 1"),
         ("max_new_tokens", 0, ">= 1"),
-        ("max_new_tokens", True, "integer"),
+        ("max_new_tokens", True, "whole number >= 1"),
     ],
 )
 def test_a_bad_setting_is_refused_by_name(key: str, value: object, says: str) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from lightning_rlhf.callbacks import AdaptiveKL, GradientMonitor, KLEarlyStop, RLHFCallback
 from lightning_rlhf.checkpoint import IterationCheckpoint, RNGState, latest_valid
+from lightning_rlhf.errors import InputError
 from lightning_rlhf.models import Policy
 from lightning_rlhf.module import ActorCriticModule
 from tests.ranks import run_ranks
@@ -97,7 +98,7 @@ def test_a_reference_that_changed_is_refused(tmp_path: Path) -> None:
     run(tmp_path)
     checkpoint = latest_valid(tmp_path)
     other = tiny_module(policy=tiny_policy(seed=7), iterations=6)
-    with pytest.raises(RuntimeError, match="trained against another reference model"):
+    with pytest.raises(InputError, match="trained against another reference model"):
         fit(other, [RNGState()], folder=tmp_path, resume=checkpoint)
 
 

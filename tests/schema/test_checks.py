@@ -29,8 +29,8 @@ def test_the_shipped_configuration_is_right(compose):
 
 
 BAD = {
-    "negative clip range": (["module.loss.clip_low=-0.2"], "module.loss.clip_low", "a number > 0"),
-    "clip range that swallows the ratio": (["module.loss.clip_low=1.5"], "module.loss.clip_low", "(0, 1)"),
+    "negative clip range": (["module.loss.clip_low=-0.2"], "module.loss.clip_low", "a finite number > 0 and < 1"),
+    "clip range that swallows the ratio": (["module.loss.clip_low=1.5"], "module.loss.clip_low", "> 0 and < 1"),
     "clip range that is no number": (["module.loss.clip_high=wide"], "module.loss.clip_high", "number"),
     "misspelt setting": (["+module.loss.clip_hihg=0.3"], "module.loss.clip_hihg", "did you mean 'clip_high'"),
     "misspelt key of a target": (["+rollout.temprature=1"], "rollout.temprature", "temperature"),
