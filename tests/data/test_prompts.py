@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lightning_rlhf.data.prompts import MESSAGES_KEY, PromptEncoder, collate
 from lightning_rlhf.data.sources import SOURCE_KEY, DataError
+from lightning_rlhf.errors import SettingError
 from lightning_rlhf.experience import prompt_key
 from lightning_rlhf.rewards import base as rewards_base
 
@@ -257,7 +258,7 @@ def test_a_row_that_the_tokenizer_refuses_is_named_among_others():
 def test_no_rows_and_a_limit_below_one_are_refused():
     with pytest.raises(DataError, match="there is no row"):
         PromptEncoder(toy_tokenizer()).encode([])
-    with pytest.raises(DataError, match=r"data\.max_prompt_tokens = 0 is not allowed"):
+    with pytest.raises(SettingError, match=r"data\.max_prompt_tokens = 0 is not allowed"):
         PromptEncoder(toy_tokenizer(), max_tokens=0)
 
 
