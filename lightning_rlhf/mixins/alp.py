@@ -237,8 +237,7 @@ class ALPMixin(Base):
 
 @dataclass
 class _State:
-    """State of the mixin beside the parameters; of its measurements only ``tails`` (for figures) outlives an
-    iteration."""
+    """State of the mixin beside the parameters; of its measurements only ``tails`` (for figures) is kept longer."""
 
     settings: ALPSettings
     schedule: NoiseSchedule
@@ -254,7 +253,7 @@ class _State:
         return self._parts
 
     def compares(self, iteration: int) -> bool:
-        """Whether to run the plain policy, too: for the first micro-batch of an epoch, every ``compare_every``
+        """Whether to run the plain policy, too: in the first micro-batch of an epoch, each ``compare_every``
         iterations."""
         due = self.schedule.epoch_began and (iteration - 1) % self.settings.compare_every == 0
         self.schedule.epoch_began = False

@@ -80,8 +80,7 @@ class RolloutCorrectionSettings:
     rollout_token_veto_threshold: float | None = None
     """A sequence with a token whose ratio is below this is rejected as a whole; null: no veto."""
     missing_logprobs: Missing = "neutral"
-    """Tokens whose engine log-probability is NaN or infinite: ratio 1 (neutral), or their sequence is rejected
-    (reject)."""
+    """Tokens whose engine log-probability is NaN or infinite: ratio 1 (neutral), or drop the sequence (reject)."""
     bypass_mode: bool = False
     """The engine's log-probabilities are the old ones; the trainer's are not computed."""
     loss_type: str = "ppo_clip"
