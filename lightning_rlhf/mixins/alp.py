@@ -253,8 +253,7 @@ class _State:
         return self._parts
 
     def compares(self, iteration: int) -> bool:
-        """Whether to run the plain policy, too: in the first micro-batch of an epoch, each ``compare_every``
-        iterations."""
+        """Whether to run the plain policy, too: in the first micro-batch of an epoch, if a comparison is due."""
         due = self.schedule.epoch_began and (iteration - 1) % self.settings.compare_every == 0
         self.schedule.epoch_began = False
         return due
