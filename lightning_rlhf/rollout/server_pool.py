@@ -65,8 +65,9 @@ class ServerPool:
         self._threads: ThreadPoolExecutor | None = None
 
     def share(self, rank: int, world: int) -> None:
-        """Share the servers among several processes; to be called before any is used. Each process sends a server its
-        part of ``per_server``, and starts with a different server.
+        """Share the servers among several processes; to be called before any is used.
+
+        Each process sends a server its part of ``per_server``, and starts with a different server.
         """
         self.at_a_time = self.per_server // world + (rank < self.per_server % world)
         first = rank % len(self.members)
@@ -139,8 +140,7 @@ class ServerPool:
             self._threads.shutdown(cancel_futures=True)
             self._threads = None
 
-    # # --- used by a run and by the pool
-    # -------------------------------------------------------------------------------
+    # --- used by the pool and its runs -------------------------------------------------------------------------------
 
     def submit(self, job: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Run a job in a thread of the pool, of which there is one for each request and probe that may be running."""
@@ -220,8 +220,7 @@ class _Run(Generic[Result]):
         return [self.results[index] for index in range(self.rows)]
 
     def _assign(self) -> None:
-        """Send rows to servers: to the one that has the prompt already, else to the one with the fewest pending
-        tokens."""
+        """Send rows to servers: to the one that has the prompt already, else to the one with the least pending."""
         while self.pending:
             free = [member for member in self.pool.ready if self.requests[member] < self.pool.at_a_time]
             if not free:
