@@ -11,8 +11,9 @@ from typing import TextIO
 
 @contextmanager
 def replaced(path: Path) -> Iterator[TextIO]:
-    """A text file (UTF-8, line ends as written): written beside ``path``, renamed to it if the block ends without an
-    error.
+    """A text file (UTF-8, line ends as written) that is renamed to ``path`` if the block ends without an error.
+
+    Until then it lies beside ``path``, under a name with this process's id.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
