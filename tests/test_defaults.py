@@ -177,7 +177,7 @@ DEVIATIONS = {
 
 
 @pytest.mark.parametrize("name", files())
-def test_values_of_the_file_are_the_defaults_of_what_it_feeds(name: str) -> None:
+def test_values_of_a_file_are_the_defaults_of_its_signatures(name: str) -> None:
     found = deviations(name)
     if any(name in variants for variants in VARIANTS.values()):
         assert found, "in VARIANTS, and does not differ"
@@ -191,7 +191,7 @@ def test_deviations_are_of_files_that_exist() -> None:
     assert {file for file, _ in DEVIATIONS} | {file for group in VARIANTS.values() for file in group} <= set(files())
 
 
-def test_what_is_compared_is_what_there_is() -> None:
+def test_every_settings_block_and_key_is_compared() -> None:
     """Each settings block, and each key of every file but those that feed no signature."""
     assert set(SETTINGS) <= {key.rpartition(".")[0] for name in files() for key in compared(name)}
     unread = {key for name in files() for key in written(name) if default_of(key, composed(name)) is None}

@@ -45,7 +45,7 @@ class Big:
     """Something that occupies memory."""
 
 
-def test_what_the_failed_attempt_held_is_gone_when_the_next_begins() -> None:
+def test_memory_of_a_failed_attempt_is_free_before_the_next() -> None:
     """From 8 with room for 2: 8, 4 and 2 are tried, and each finds nothing left of the one before."""
     alive: list[weakref.ref] = []
     tried: list[int] = []
@@ -69,7 +69,7 @@ def test_what_the_failed_attempt_held_is_gone_when_the_next_begins() -> None:
     assert tried == [8, 4, 2] and result == 2
 
 
-def test_a_cpu_has_no_share() -> None:
+def test_a_cpu_has_no_share_of_peak_memory() -> None:
     assert peak_memory_share(torch.device("cpu")) is None
 
 
@@ -111,7 +111,7 @@ def limited(engine: HFEngine, limit: int, calls: list[int]) -> Any:
     return generate
 
 
-def test_parts_are_the_whole_bit_for_bit_with_a_simulated_limit() -> None:
+def test_generation_in_parts_equals_the_whole_bit_for_bit_with_a_simulated_limit() -> None:
     engine, batch = engine_and_prompts()
     whole = engine.generate(batch, samples=2, max_new_tokens=6, seed=1)
     policy, calls = Halves(), list[int]()
@@ -133,7 +133,7 @@ def test_one_prompt_that_does_not_fit_is_a_clear_error() -> None:
     assert calls == [8, 4, 2, 1]
 
 
-def test_without_a_policy_the_error_passes() -> None:
+def test_without_a_policy_the_error_is_raised() -> None:
     engine, batch = engine_and_prompts()
     with pytest.raises(torch.OutOfMemoryError):
         generate_in_parts(limited(engine, 0, []), batch, None, Control(), 0)

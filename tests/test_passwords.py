@@ -34,7 +34,7 @@ def found_in(folder: Path) -> list[str]:
     return [path.name for path in files if any(word in path.read_bytes() for word in words)]
 
 
-def test_an_address_is_written_without_it() -> None:
+def test_an_address_is_written_without_its_password() -> None:
     web, database = f"http://me:{SECRET}@host:5000/p", f"postgresql://me:{SECRET}@host/db"
     assert passwords.without(web) == "http://host:5000/p"
     assert passwords.without(database) == "postgresql://me@host/db"
@@ -47,14 +47,14 @@ def test_an_address_is_written_without_it() -> None:
     assert "heim" not in in_a_line(RuntimeError(f"API request to {web}/api failed"))
 
 
-def test_in_a_configuration_it_is_refused(compose) -> None:
+def test_a_password_in_a_configuration_is_refused(compose) -> None:
     with pytest.raises(schema.ConfigError) as caught:
         schema.check(compose("logger=mlflow", f'logger.mlflow.tracking_uri="http://me:{SECRET}@h"'))
     said = str(caught.value)
     assert "logger.mlflow.tracking_uri = 'http://me:***@h'" in said and "MLFLOW_TRACKING_PASSWORD" in said
 
 
-def test_a_command_that_has_one_leaves_nothing_of_it(
+def test_a_command_with_a_password_is_refused_and_saved_nowhere(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hydra would have saved it before the run is refused."""
@@ -70,7 +70,7 @@ def test_a_command_that_has_one_leaves_nothing_of_it(
     assert found_in(tmp_path) == ["ours.yaml"], "the user's own"
 
 
-def test_from_the_environment_it_arrives_and_is_written_nowhere(
+def test_a_password_from_the_environment_arrives_and_is_written_nowhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A server that sees who asks, and refuses; a run that goes on has the password from the environment again."""

@@ -185,7 +185,7 @@ def test_a_resumed_run_is_the_whole_run_in_folders_and_in_files(runs: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["whole", "resumed"])
-def test_one_process_without_fsdp_goes_on(
+def test_one_process_without_fsdp_resumes(
     runs: Path, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -196,7 +196,7 @@ def test_one_process_without_fsdp_goes_on(
 
 
 @pytest.mark.slow
-def test_ddp_goes_on_and_back(runs: Path) -> None:
+def test_ddp_resumes_and_fsdp2_resumes_from_ddp(runs: Path) -> None:
     behind = {"ddp": "whole/checkpoints/iteration_000002.ckpt", "back": "ddp/checkpoints/iteration_000003.ckpt"}
     for kind, path in behind.items():
         assert_same(states(read_checkpoint(runs / path)), states(torch.load(runs / f"{kind}.pt")))
@@ -204,7 +204,7 @@ def test_ddp_goes_on_and_back(runs: Path) -> None:
 
 
 @pytest.mark.slow
-def test_four_ranks_go_on(runs: Path, tmp_path: Path) -> None:
+def test_four_ranks_resume(runs: Path, tmp_path: Path) -> None:
     paths = {kind: runs / kind / "checkpoints" / "iteration_000002.ckpt" for kind in ("whole", "resumed")}
     overrides = [
         sharded_run(f"four_{kind}", f"resume={path}", *looking(kind), devices=4) for kind, path in paths.items()

@@ -311,7 +311,7 @@ def test_tied_embedding_collects_both_gradients() -> None:
     torch.testing.assert_close(tied(score), tied(straightforward))
 
 
-def test_an_entropy_nobody_uses_and_a_logprob_nobody_uses(tile: int) -> None:
+def test_gradients_of_an_unused_entropy_and_of_unused_logprobs(tile: int) -> None:
     inputs = problem()
     for position in (0, 1):
         actual = score(**inputs, entropy="gradient")[position]

@@ -155,7 +155,7 @@ def test_steps_end_where_the_policy_has_left_the_band() -> None:
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_rejected_tokens_pull_at_nothing(mode: Any, level: str) -> None:
+def test_rejected_tokens_contribute_to_no_loss(mode: Any, level: str) -> None:
     """Values, entropy and KL of a minibatch are those of its accepted tokens: the others left a norm of 0.017."""
     loss = {"entropy_coefficient": 0.1, "aggregation": mode, "ratio_level": level}
     recorder = Recorder()

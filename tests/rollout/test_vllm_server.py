@@ -127,7 +127,7 @@ def test_no_server_gets_more_requests_at_a_time_than_allowed_fake_server(start, 
     assert most == [3]
 
 
-def test_what_a_request_says_fake_server(start, llama, make_tokenizer, make_prompts):
+def test_content_of_a_request_fake_server(start, llama, make_tokenizer, make_prompts):
     server = start()
     engine = VLLMServerEngine([server.url], temperature=0.7, top_k=5, top_p=0.9, stop_token_ids=[9])
     engine.setup(llama, make_tokenizer(eos=4))
