@@ -44,7 +44,7 @@ SETTINGS: dict[str, Any] = {
 """Blocks that a settings dataclass reads: an instance with all its defaults, or the class where some are required."""
 
 GENERAL = ["model=hf", "model.source.path=PATH", "data=jsonl", "data.train.path=PATH", "rollout=hf", "logger=none"]
-"""What the others are composed beside: a pre-trained model, no recipe."""
+"""The overrides that every other file is composed with: a pre-trained model, no recipe."""
 NEEDED = {
     "data/huggingface": ["data.train.path=PATH"],
     "reward/reward_model": ["reward.terms.reward_model.reward.path=PATH"],
@@ -69,7 +69,7 @@ def composed(name: str) -> DictConfig:
 
 
 def written(name: str) -> Iterator[str]:
-    """Dotted keys that a file and those it is made from (its defaults list) hold, where they come to lie."""
+    """Dotted keys, at their final place, of a file and those in its defaults list."""
     text = (CONF / f"{name}.yaml").read_text(encoding="utf-8")
     package = re.match(r"# @package (\S+)\n", text)
     prefix = {"_global_": ""}.get(package[1], f"{package[1]}.") if package else f"{name.split('/')[0]}."

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, sent to real processes: what is left, what is said, which exit code."""
+"""Ctrl-C and SIGTERM, sent to real processes: the files left, the output, the exit code."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def waits(event: str, iteration: int, until: str = "noted") -> str:
 
 
 def ignore_nothing() -> None:
-    """A shell lets its background jobs ignore SIGINT, nohup SIGHUP, and those of a test, too."""
+    """Restore default handlers: a shell makes background jobs, and tests in them, ignore SIGINT, nohup SIGHUP."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
@@ -214,7 +214,7 @@ def test_a_signal_in_the_update_finishes_the_iteration_and_a_second_one_does_not
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_whose_terminal_is_closed_stops_as_at_a_signal(folder: Path, processes: int) -> None:
-    """Its output is gone, which ended it with a traceback before, or at once: the log has all, MLflow knows."""
+    """Its output is gone, which once ended it with a traceback or at once: log and MLflow status are complete."""
     own, other = pty.openpty()
     words = [str(BIN / "lightning-rlhf"), "train", "hydra.run.dir=run", "iterations=5", *TINY, "warmup=none"]
     words += [waits("update", 3)] + (["trainer=ddp", "trainer.devices=2"] if processes == 2 else [])
@@ -351,7 +351,7 @@ def test_a_signal_that_was_ignored_stays_ignored(signum: int) -> None:
 
 
 def test_a_closing_terminal_may_send_sighup_twice() -> None:
-    """The kernel sends SIGHUP, and so does the shell; another signal behind it ends the run at once."""
+    """The kernel sends SIGHUP, and so does the shell; another signal after it ends the run at once."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
         with Signals() as own:

@@ -1,4 +1,4 @@
-"""Out of memory: what counts as it, that nothing of a failed attempt stays alive, and generation in parts."""
+"""Out of memory: which errors count, that a failed attempt leaves nothing in memory, and generation in parts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Big:
 
 
 def test_memory_of_a_failed_attempt_is_free_before_the_next() -> None:
-    """From 8 with room for 2: 8, 4 and 2 are tried, and each finds nothing left of the one before."""
+    """From 8 with room for 2: 8, 4 and 2 are tried, each after the memory of the one before is free."""
     alive: list[weakref.ref] = []
     tried: list[int] = []
 
@@ -77,7 +77,7 @@ def test_a_cpu_has_no_share_of_peak_memory() -> None:
 
 
 class Halves:
-    """The policy of a callback, without one."""
+    """A memory policy that is no callback."""
 
     def __init__(self) -> None:
         self.prompts_at_once: int | None = None

@@ -1,4 +1,4 @@
-"""A password in an address is in no file and no line, and arrives all the same."""
+"""A password in an address is written to no file and no output, but reaches the server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_rlhf.reporting import RLMLFlowLogger, RunRecord
 from lightning_rlhf.reporting.spool import in_a_line
 
 SECRET = "g%40heim:word"
-"""Of the address; the password is g@heim:word."""
+"""The address with the user's password, which is g@heim:word."""
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +73,7 @@ def test_a_command_with_a_password_is_refused_and_saved_nowhere(
 def test_a_password_from_the_environment_arrives_and_is_written_nowhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A server that sees who asks, and refuses; a run that goes on has the password from the environment again."""
+    """The server records the credentials and refuses; a resumed run has the password from the environment again."""
     shown: list[str | None] = []
 
     class Refusing(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""What rewards are given to read: the text as the model wrote it, and the one without special tokens beside it."""
+"""The input of rewards: the text as the model wrote it, and the text without special tokens."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ SECRET = "not-a-guess-0123456789"
 
 @pytest.fixture
 def executed(monkeypatch, tmp_path) -> list[tuple[list[str], dict[str, str]]]:
-    """What would replace this process: arguments and environment."""
+    """The program that would replace this process: arguments and environment."""
     calls: list[tuple[list[str], dict[str, str]]] = []
     monkeypatch.setattr(os, "execve", lambda path, arguments, environment: calls.append((arguments, environment)))
     monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: object())

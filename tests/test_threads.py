@@ -1,4 +1,4 @@
-"""Threads of OpenMP sleep while they wait; what OpenMP itself says at its start is looked at."""
+"""OpenMP threads sleep while they wait, according to the settings that OpenMP prints at its start."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ def test_a_rollback_that_no_callback_announced_is_a_clear_error() -> None:
 
 
 def test_rolling_the_actor_back_does_not_change_critic_and_moments() -> None:
-    """Asked for when the next samples are there: the whole update of iteration 1 is undone, nothing is trained."""
+    """Requested when the next samples are ready: the whole update of iteration 1 is undone, nothing is trained."""
 
     class Undo(RLHFCallback):
         rollback_scopes = frozenset({"actor"})  # type: ignore[assignment]
@@ -247,7 +247,7 @@ def test_decisions_are_handed_to_the_logger_with_their_reasons() -> None:
 
 
 def test_repeated_decisions_are_printed_three_times(caplog: pytest.LogCaptureFixture) -> None:
-    """Sixteen times in one quickstart before; the logger keeps all, and what undoes something is never left out."""
+    """One quickstart printed a decision sixteen times; the logger keeps all, and rollbacks are always printed."""
 
     class Keeping(DummyLogger):
         def log_decisions(self, rows: list[dict[str, Any]]) -> None:

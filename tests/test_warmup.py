@@ -51,7 +51,7 @@ def test_loss_falls(loaded, datamodule, tmp_path):
 
 
 def test_progress_is_logged_without_a_terminal(loaded, datamodule, tmp_path, caplog, monkeypatch):
-    """Silent for minutes before, on a slow machine; ten lines at most."""
+    """It was silent for minutes on a slow machine; ten lines at most."""
     for terminal, steps, said in ((False, 25, 8), (False, 5, 5), (True, 25, 0)):
         monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal, raising=False)
         caplog.clear()
@@ -112,7 +112,7 @@ def test_random_state_is_the_same_cached_or_not(loaded, datamodule, tmp_path):
 
 
 def test_answers_are_drawn_by_their_shares(loaded, datamodule, tmp_path, monkeypatch):
-    """Each time anew, so that the model learns how often and not for which prompt."""
+    """Each time a row is shown, so that the model learns how often and not for which prompt."""
     seen, real, end = [], warmup.answer_loss, loaded.tokenizer.eos_token_id
     habit = loaded.tokenizer("=")["input_ids"][0]
 
@@ -283,7 +283,7 @@ def test_the_warm_up_comes_with_the_tiny_model_and_its_task_only(compose):
 
 @pytest.mark.parametrize(("word", "meant"), [("warmup=sftt", "sft"), ("recipe=tinny", "tiny")])
 def test_an_option_that_does_not_exist_is_refused(tmp_path, monkeypatch, capsys, word, meant):
-    """Hydra passes over it, as the groups are optional."""
+    """Hydra ignores it, as the groups are optional."""
     from lightning_rlhf import cli
 
     monkeypatch.chdir(tmp_path)

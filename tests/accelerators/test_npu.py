@@ -21,7 +21,7 @@ from tests.accelerators.fake_npu import Checked, GradScaler, fake_torch_npu_modu
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Checked]:
-    """Two fake NPUs; their devices bear the name that PyTorch has for a backend to come, so nothing can be computed."""
+    """Two fake NPUs; their devices have PyTorch's name for a private backend, so nothing can be computed."""
     module = fake_torch_npu_module(devices=2)
     monkeypatch.setattr(torch, "npu", module, raising=False)
     monkeypatch.setattr(npu, "_npu", lambda: module)

@@ -42,7 +42,7 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def gradients(scored: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What one process and each of two ranks found."""
+    """The results of one process and of each of two ranks."""
     alone = {name: gradients_of(name, scored[name]) for name in GRADIENTS}
     return [alone, *run_ranks(numbers, scored, folder=tmp_path_factory.mktemp("gradients"), process_group=False)]
 
@@ -86,7 +86,7 @@ def test_out_of_memory_on_one_rank_names_the_key_and_ends_the_others(scored: dic
         r"lower module.update.micro_batch_tokens = 40",
         (tmp_path / "rank_1.log").read_text(),
     )
-    # Closed or reset: how far the other one had got with ending when this one asked.
+    # The connection is closed or reset, depending on how far the other rank had ended.
     assert re.search(r"Connection (closed|reset) by peer", (tmp_path / "rank_0.log").read_text())
 
 

@@ -1,4 +1,4 @@
-"""Workers of Ray Train: what is asked of Ray, and a real run (two workers on a CPU) that loses one and goes on."""
+"""Workers of Ray Train: the requests to Ray, and a real run (two workers on a CPU) that loses one and resumes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two ranks of which one has what the other has not: batches, prompts, fields, errors. No one waits in vain."""
+"""Two ranks of which only one has certain batches, prompts, fields or errors. No rank waits in vain."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def test_float32_equals_float64_whatever_padding_holds_and_however_tensors_lie(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_half_precision_is_computed_in_higher_precision_or_refused(name: str, dtype: torch.dtype) -> None:
-    """What is supported in float16 and bfloat16 equals float64 up to the rounding of its result; the rest says so."""
+    """What is supported in float16 and bfloat16 equals float64 up to rounding of the result; the rest is an error."""
     generator = torch.Generator().manual_seed(0)
     x, y, z = (0.5 * torch.randn(3, 4, 6, generator=generator)).to(dtype)
     mask = torch.rand(4, 6, generator=generator) < 0.7
@@ -132,7 +132,7 @@ def test_half_precision_is_computed_in_higher_precision_or_refused(name: str, dt
 @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_a_token_without_probability_bounds_the_ratio(level: Any, advantage: float) -> None:
-    """At sequence level it was NaN: -inf minus -inf, in the gradient's carrier."""
+    """At sequence level it was NaN: -inf minus -inf, in ``own - own.detach()``."""
     logprobs = torch.tensor([[-1.0, -math.inf, -2.0], [-1.0, -1.0, -1.0]], requires_grad=True)
     old = torch.tensor([[-1.0, -1.0, -1.0], [-1.0, -1.0, -1.0]])
     advantages, mask = torch.full((2, 3), advantage), torch.ones(2, 3)
@@ -234,7 +234,7 @@ def test_a_small_spread_that_float32_can_hold_is_kept() -> None:
 
 
 def test_a_fractional_denominator_is_used_unchanged() -> None:
-    """A share of a token was silently one whole token: 3 in place of 6."""
+    """A fraction of a token was silently one whole token: 3 in place of 6."""
     loss, mask = torch.tensor([[1.0, 2.0]]), torch.ones(1, 2)
     assert aggregate(loss, mask, LossScale(tokens=0.5)).item() == 6.0
     assert aggregate(loss, mask, LossScale(tokens=torch.tensor(0.5))).item() == 6.0

@@ -34,7 +34,7 @@ def straightforward(
     temperature: float = 1.0,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What is computed, written down plainly, in the dtype of the inputs."""
+    """The same computation, written plainly, in the dtype of the inputs."""
     logits = torch.nn.functional.linear(hidden, weight, bias)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)

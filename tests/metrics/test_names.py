@@ -1,4 +1,4 @@
-"""The registry of metrics: every name can be stored, means something definite, and the printed pages are current."""
+"""The registry of metrics: every name can be stored, has a complete entry, and the printed pages are current."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_the_code_logs_registered_names_only() -> None:
 
 
 def test_every_registered_metric_is_logged_somewhere() -> None:
-    """A documented metric that nothing logs would be waited for in vain."""
+    """A user would wait in vain for a documented metric that is never logged."""
     written = written_names()
     assert [metric.name for metric in METRICS if not any(stands_for(name, metric) for name in written)] == []
 

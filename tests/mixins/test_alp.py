@@ -291,7 +291,7 @@ def test_checkpoints_hold_sigma_and_its_difference_between_ranks(tmp_path: Path)
 
 
 def test_a_difference_between_ranks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mock in place of a second rank whose sigma of layer 1 is larger by 0.25."""
+    """A mock stands for a second rank, whose sigma of layer 1 is larger by 0.25."""
     module = alp_module(FREE)
     other = module.perturbation.log_sigma.detach().double() + torch.tensor([0.0, 0.25])
     calls = iter([other, -other])

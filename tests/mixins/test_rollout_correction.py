@@ -1,4 +1,4 @@
-"""Rollout correction in real runs: an engine whose log-probabilities are off, rejected, broken, or not there."""
+"""Rollout correction in real runs: an engine whose log-probabilities are off, rejected, broken, or missing."""
 
 from __future__ import annotations
 
@@ -366,7 +366,7 @@ def test_the_full_set_comes_every_few_iterations(bypass: bool) -> None:
 
 @pytest.mark.parametrize("bypass", [False, True])
 def test_chi_square_triggers_the_full_set(bypass: bool) -> None:
-    """At once; in bypass mode, where the batch is over when it is known, in the next iteration."""
+    """At once; in bypass mode, where chi-square is known only after the update, in the next iteration."""
     block = {"full_every": 100, "bypass_mode": bypass, "rollout_rs": "token", "rollout_rs_threshold": 9.0}
     always = logged({**block, "chi2_trigger": 1e-9}, noise=1.0)
     never = logged({**block, "chi2_trigger": 1e9}, noise=1.0)
@@ -562,7 +562,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         }.items()
     },
 }
-"""For every key a block, and a change of it that shows in what is trained or logged."""
+"""For every key a block, and a change of it that changes weights or metrics."""
 
 
 def test_the_table_above_has_every_key() -> None:

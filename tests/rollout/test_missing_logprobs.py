@@ -25,7 +25,7 @@ COMMON: dict[str, Any] = {"samples": 2, "max_new_tokens": 6}
 
 @torch.no_grad()
 def poison(model: Any) -> None:
-    """NaN comes out wherever the token ``*`` went in."""
+    """The logits after the token ``*`` are NaN."""
     for name, parameter in model.named_parameters():
         if "embed_tokens" in name:
             parameter[TOKEN] = math.nan
@@ -47,7 +47,7 @@ def poison_worker(worker: Any) -> None:
 
 
 class PoisonedVLLM(VLLMEngine):
-    """NaN in vLLM's weights, after the trainer's have come."""
+    """NaN in vLLM's weights, written after the trainer's have arrived."""
 
     def update_weights(self, version: int) -> None:
         super().update_weights(version)

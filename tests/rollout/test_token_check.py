@@ -1,4 +1,4 @@
-"""Who gets through the door of a vLLM server, where weights may come from, and where the token is read."""
+"""Access to a vLLM server, allowed sources of weights, and where the token is read."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def scope(path: str = "/collective_rpc", method: str = "POST", kind: str = "http
 
 
 def knock(request: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """What the door itself answers; ``None`` where it lets the request through."""
+    """The answer of the middleware itself; ``None`` if it passes the request on."""
     sent: list[dict[str, Any]] = []
     passed: list[str] = []
 

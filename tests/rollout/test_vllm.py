@@ -108,7 +108,7 @@ def use(engine: VLLMEngine, **sampling: Any) -> None:
 
 @pytest.fixture
 def fresh(real: tuple[VLLMEngine, LoadedModel]) -> Iterator[Callable[..., VLLMEngine]]:
-    """Engines of other settings. There is one vLLM in a process, so the shared one is closed for this long."""
+    """Engines of other settings. A process can have one vLLM only, so the shared one is closed meanwhile."""
     shared, loaded = real
     shared.close()
     made: list[VLLMEngine] = []
@@ -450,13 +450,13 @@ def test_a_model_with_biases_and_absolute_positions(fresh: Callable) -> None:
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The settings can be looked at without vLLM."""
+    """Settings can be tested without vLLM."""
     monkeypatch.setattr(module_under_test, "require_vllm", lambda: None)
     fake_platform(monkeypatch, "cpu")
 
 
 def fake_platform(monkeypatch: pytest.MonkeyPatch, kind: str, *, sleeps: bool = False) -> None:
-    """vLLM's word on where it runs, without vLLM."""
+    """Replaces vLLM's platform, without vLLM."""
     place = SimpleNamespace(device_type=kind, is_sleep_mode_available=lambda: sleeps)
     monkeypatch.setattr(module_under_test, "platform", lambda: place)
 
