@@ -123,7 +123,7 @@ def of_processes() -> dict[str, Any]:
     """Runtime environment of all Ray processes: they import the same modules as this process."""
     variables = {
         "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
-        "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # what is printed would be shown twice, as it goes to a log as well
+        "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # else printed lines appear twice, as they go to a log, too
         **waiting(),
     }
     return {"env_vars": variables, "worker_process_setup_hook": f"{quiet_ray.__module__}.quiet_ray"}

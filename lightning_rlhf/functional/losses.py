@@ -92,7 +92,7 @@ def aggregate(loss: Tensor, mask: Tensor, scale: LossScale = TOKEN_MEAN) -> Tens
     Args:
         loss: ``[B, R]``.
         mask: ``[B, R]``, true on valid tokens.
-        scale: what is averaged, and over how many.
+        scale: the aggregation and its denominators.
 
     Raises:
         ValueError: shapes that differ, half precision, or an invalid denominator.

@@ -105,7 +105,7 @@ class RolloutEngine(Protocol):
         """
 
     def describe(self) -> dict[str, Any]:
-        """Every setting in force, as plain values for the log."""
+        """Every current setting, as plain values for the log."""
 
     def close(self) -> None:
         """The run is over: free what the engine holds beyond the trainer's model."""

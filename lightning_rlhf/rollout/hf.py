@@ -48,7 +48,7 @@ class HFEngine(BaseEngine):
         self.max_batch_tokens = max_batch_tokens
         self._bound: tuple[CachedModel, Binding] | None = None
         self._trained: PreTrainedModel | None = None
-        """Where weights are copied from, if this engine has a model of its own."""
+        """The trained model to copy weights from, if this engine has its own copy."""
 
     @property
     def shares_weights(self) -> bool:
@@ -77,7 +77,7 @@ class HFEngine(BaseEngine):
                     own[name].copy_(whole(tensor))
 
     def describe(self) -> dict[str, Any]:
-        """Every setting in force, as plain values; ``ignored_generation_config`` lists the checkpoint's own."""
+        """Every current setting, as plain values; ``ignored_generation_config`` lists the checkpoint's own."""
         _, binding = self._require_setup()
         return self.described("hf", binding, max_batch_tokens=self.max_batch_tokens)
 

@@ -313,7 +313,7 @@ class VLLMEngine(BaseEngine):
         return min(limits, default=None)
 
     def describe(self) -> dict[str, Any]:
-        """Every setting in force, as plain values; ``ignored_generation_config`` lists the checkpoint's own."""
+        """Every current setting, as plain values; ``ignored_generation_config`` lists the checkpoint's own."""
         _, binding, _ = self._require_setup()
         return self.described("vllm", binding, weight_bits=self.weight_bits, **self._resolved)
 

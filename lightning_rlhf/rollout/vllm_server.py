@@ -182,7 +182,7 @@ class VLLMServerEngine(BaseEngine):
             return assemble_rollout(prompts, responses, seeds, pad_id=binding.pad_id)
 
     def describe(self) -> dict[str, Any]:
-        """Every setting in force, as plain values, and the facts that each server reports."""
+        """Every current setting, as plain values, and the facts that each server reports."""
         binding = self._bound()
         facts = [member.server.facts for member in self._pool.members if member.server.facts]
         return self.described(

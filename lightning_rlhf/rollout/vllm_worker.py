@@ -51,7 +51,7 @@ class WeightReceiver:
         return {"label": self.rlhf_label}
 
     def rlhf_receive(self, source: str, token: str, label: str) -> dict[str, Any]:
-        """Replace all weights by those that the trainer offers at ``source`` under ``label``.
+        """Replace all weights by the trainer's, offered at ``source`` under ``label``.
 
         After an error the weights are a mixture; the trainer sends such a server no requests until a transfer succeeds.
         Weights that are held already are not written again: if two ranks ask for them at once, the second cannot

@@ -125,7 +125,7 @@ def _tallied(weights: Iterable[tuple[str, Tensor]], receipt: Receipt) -> Iterato
 
 
 def _counting_loader(name: str, parameter: Tensor, written: Counter[str]) -> Callable[..., Any]:
-    """The parameter's loader; before it runs, a rehearsal on a tensor without memory counts what it writes."""
+    """The parameter's loader; before it runs, a dry run on a meta tensor counts the elements that it writes."""
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
     loader = getattr(parameter, "weight_loader", default_weight_loader)
