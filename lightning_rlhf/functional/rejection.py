@@ -87,7 +87,7 @@ class Rule:
         return replace(self, upper=self.upper**factor, lower=self.lower**factor)
 
     def statistic(self, ratio: LogRatio) -> Tensor:
-        """``[B, R]`` or, per row, ``[B, 1]``: the value compared with the bounds, as a log-ratio (``ratio``, ``k1``) or in nats.
+        """``[B, R]`` or, per row, ``[B, 1]``: the value to compare, as a log-ratio (``ratio``, ``k1``) or in nats.
 
         Sums and means of log-ratios use unclamped tokens; divergences use clamped ones.
         """

@@ -123,7 +123,7 @@ def backbone(lm: PreTrainedModel) -> nn.Module:
 
 
 def encode(body: nn.Module, input_ids: Tensor, attention_mask: Tensor, response_length: int) -> Tensor:
-    """Hidden states ``[B, R + 1, H]`` of the response: those in which each token was chosen, and that after the last."""
+    """Hidden states ``[B, R + 1, H]`` of the response: those in which each token was chosen, and the last one."""
     if not 0 < response_length < input_ids.shape[1]:
         raise ValueError(
             f"response_length = {response_length} must be at least 1 and leave a prompt in {input_ids.shape[1]} columns"
