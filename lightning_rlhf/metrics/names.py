@@ -122,10 +122,10 @@ METRICS: list[Metric] = [
        "clipping.", trl="val/ratio"),
     _m("ppo/ratio_max", "1", "down", "max", "Largest current / old probability of a valid token, before clipping."),
     _m("ppo/ratio_min", "1", "up", "min", "Smallest current / old probability of a valid token, before clipping."),
-    _m("ppo/epochs_used", "epochs", "neither", "once", "Passes over the experience that trained at least one "
-       "minibatch."),
+    _m("ppo/epochs_used", "epochs", "neither", "once", "Passes over the experience that reached a minibatch "
+       "with an accepted token."),
     _m("ppo/updates", "steps", "neither", "once", "Optimiser steps taken in this iteration."),
-    _m("ppo/steps_skipped", "steps", "down", "once", "Minibatches of this iteration whose step was not taken."),
+    _m("ppo/steps_skipped", "steps", "down", "once", "Minibatches with an accepted token, but no step."),
     # --- policy, values, advantages ------------------------------------------------------------------------------
     _m("entropy/mean", "nats/token", "neither", "tokens", "Entropy of the sampling distribution (temperature applied) "
        "at every generated token, before the updates.", verl="actor/entropy",
