@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Parts:
-    """What a run trains, on what."""
+    """The model, data module and LightningModule of a run."""
 
     loaded: LoadedModel
     datamodule: PromptDataModule
@@ -50,7 +50,7 @@ class Parts:
 def assemble(config: dict[str, Any], *, warm_up: bool = True) -> Parts:
     """Build tokenizer, data, rollout engine, reward, model and module, in this order, from a fixed seed.
 
-    What can be said about data, reward and lengths is said before the model's weights are loaded.
+    Errors in data, reward and lengths are reported before the model's weights are loaded.
 
     Args:
         config: plain containers, as :func:`lightning_rlhf.schema.check` returns them.
@@ -96,7 +96,7 @@ def assemble(config: dict[str, Any], *, warm_up: bool = True) -> Parts:
 
 
 def open_source(block: Mapping[str, Any]) -> tuple[Callable[[], LoadedModel], PreTrainedTokenizerBase]:
-    """How the model is loaded, and its tokenizer, which comes first where the weights are not made together with it."""
+    """A function that loads the model, and the tokenizer (of a pre-trained model without loading its weights)."""
     if locate(block["_target_"]) is load_pretrained:
         tokenizer = load_tokenizer(**{name: value for name, value in block.items() if name != "_target_"})
 
@@ -110,7 +110,7 @@ def open_source(block: Mapping[str, Any]) -> tuple[Callable[[], LoadedModel], Pr
 
 
 def check_lengths(config: Mapping[str, Any], datamodule: PromptDataModule, engine: Any) -> None:
-    """What can be said of the prompts' lengths without the model."""
+    """Refuse prompts too long for the engine's context or the token budgets; needs no model."""
     response = engine.sampling.max_new_tokens
     if (longest := engine.max_model_len) is not None:
         check_room(datamodule, response, longest, "rollout.max_model_len")
@@ -121,7 +121,7 @@ def check_lengths(config: Mapping[str, Any], datamodule: PromptDataModule, engin
 
 
 def check_positions(datamodule: PromptDataModule, engine: Any, loaded: LoadedModel) -> None:
-    """Whether every prompt leaves room for its response in the model."""
+    """Refuse prompts that leave no room for a response within the model's positions."""
     positions = getattr(loaded.lm.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None:
         check_room(datamodule, engine.sampling.max_new_tokens, positions, "the positions of the model")
@@ -194,7 +194,7 @@ def find_checkpoint(where: str) -> Path:
 
 
 def newest_checkpoint(run: str | Path) -> Path | None:
-    """The newest whole checkpoint of the run in this folder, also where the run keeps them outside of it."""
+    """The newest whole checkpoint of the run in this folder; the run may keep its checkpoints in another one."""
     elsewhere = kept_elsewhere(run)
     return (latest_valid(elsewhere) if elsewhere else None) or latest_valid(Path(run) / "checkpoints")
 
@@ -222,7 +222,7 @@ def make(node: Mapping[str, Any], **objects: Any) -> Any:
 
 @contextmanager
 def building(block: str) -> Iterator[None]:
-    """Whatever a constructor raises becomes one message that names the block of the configuration it was given."""
+    """Turn any exception of a constructor into one message that names its block of the configuration."""
     try:
         yield
     except Exception as error:
@@ -233,7 +233,7 @@ def building(block: str) -> Iterator[None]:
 
 
 def with_key(text: str, block: str) -> str:
-    """A message of a constructor with the key of the configuration that it is about in front, once."""
+    """Put the configuration key in front of a constructor's message, unless it is there already."""
     if re.match(rf"{re.escape(block)}[.:\s]", f"{text} "):
         return text
     argument = re.match(r"model (\w+ = .*)", text, re.DOTALL)  # the parts of a model do not know their block
@@ -241,7 +241,7 @@ def with_key(text: str, block: str) -> str:
 
 
 def _functions_as_objects(node: Any) -> Any:
-    """Reward blocks whose ``_target_`` is a plain function: the function itself is the reward, it is not called."""
+    """Mark reward blocks whose ``_target_`` is a plain function: it is the reward itself, Hydra must not call it."""
     if isinstance(node, list):
         return [_functions_as_objects(item) for item in node]
     if not isinstance(node, Mapping):

@@ -1,4 +1,4 @@
-"""Whether numbers are within bounds: the one check of all settings that are numbers."""
+"""The bounds check of all numeric settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_rlhf.errors import SettingError
 
 
 def is_number(value: object) -> bool:
-    """A finite number; true and false are none."""
+    """Whether ``value`` is a finite number; booleans are not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -24,7 +24,7 @@ def bounded(
     optional: bool = False,
     **settings: Any,
 ) -> None:
-    """Refuse settings that are no finite numbers within the bounds; true and false are no numbers.
+    """Refuse settings that are not finite numbers within the bounds; booleans are not numbers.
 
     Args:
         block: dotted key of the block in the configuration, such as ``callbacks.kl_guard``; empty at the top.

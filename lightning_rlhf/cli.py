@@ -1,4 +1,4 @@
-"""The front door: ``lightning-rlhf train | eval | export | serve``. What is heavy is imported when a verb needs it."""
+"""The command ``lightning-rlhf train | eval | export | serve``. Verbs import heavy packages when needed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb.
 
     Returns:
-        The exit code: 0, 2 for input that cannot work (said on one screen), 1 for any other failure, 130 after Ctrl-C,
+        The exit code: 0, 2 for invalid input (explained on one screen), 1 for any other failure, 130 after Ctrl-C,
         143 after SIGTERM and 129 after SIGHUP.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(help_text(verb))
         return 0
     wait_passively()
-    # A console script leaves the current folder out; users keep their callbacks and rewards there.
+    # A console script's sys.path lacks the current folder, where users keep their callbacks and rewards.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     with quiet(), _full_errors() as wanted:
@@ -80,7 +80,7 @@ def _run(verb: Callable[[list[str]], None], arguments: list[str], full_errors: b
             traceback.print_exc()
         print(f"{ended}\n(full traceback: HYDRA_FULL_ERROR=1)", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # before there was a run
+    except KeyboardInterrupt:  # before a run began
         print("lightning-rlhf: interrupted", file=sys.stderr)
         return 130
     except SystemExit as end:
@@ -112,18 +112,18 @@ def _train(arguments: list[str]) -> None:
         from lightning_rlhf.runs.recompose import Composition
         from lightning_rlhf.schema import first_look
 
-        # Also under hydra.job.chdir=true: relative paths of data and models are those of the command.
+        # Undoes hydra.job.chdir=true: relative paths of data and models start at the folder of the command.
         os.chdir(hydra.utils.get_original_cwd())
         composition = Composition.of_command(typed).of_job()
         try:
             with jobs.one():
                 _refuse_missing_options()
-                first_look(config, HydraConfig.get().overrides.task)  # what follows imports for many seconds
+                first_look(config, HydraConfig.get().overrides.task)  # the imports below take many seconds
                 if str(config.rollout.get("_target_")).endswith("VLLMEngine"):
                     quiet_libraries()
                 from lightning_rlhf.train import train
 
-                log_once()  # only now: the handler that it removes comes with the import
+                log_once()  # only now: importing Lightning adds the handler to remove
                 with _told_without_servers(config.output_dir):
                     return train(config, resumption=resumption, composition=composition)
         except (InputError, RunEnded) as error:
@@ -138,13 +138,13 @@ def _train(arguments: list[str]) -> None:
     if any(word.startswith("resume=") for word in arguments):
         from lightning_rlhf.runs.recompose import Composition, parse
 
-        parse(Composition.of_command(arguments).overrides)  # what cannot be read is refused before heavy imports
+        parse(Composition.of_command(arguments).overrides)  # refuse unreadable overrides before heavy imports
         from lightning_rlhf.runs.resume import from_command
 
         arguments, resumption = from_command(arguments, f"outputs/{name}" if name else None)
     if name and not any(word.startswith("hydra.run.dir=") for word in arguments):
         arguments = [f"hydra.run.dir=outputs/{name}", f"hydra.sweep.dir=multirun/{name}", *arguments]
-    # Hydra's parser stops reading overrides at a flag behind one; flags first, both kinds in their order.
+    # Hydra's parser reads no overrides after a flag that follows one: flags go first, the order is kept otherwise.
     flags = [word for word in arguments if word.startswith("-") or not ("=" in word or word.startswith("~"))]
     with _argv(["lightning-rlhf", *flags, *(word for word in arguments if word not in flags)]):
         run()
@@ -159,15 +159,15 @@ FLAGS = {
     "--resolve": 0, "--run": 0, "-r": 0, "--multirun": 0, "-m": 0, "--hydra-help": 0, "--version": 0,
     "--shell-completion": 0, "-sc": 0,
 }  # fmt: skip
-"""Hydra's flags, and the words that follow each."""
+"""Hydra's flags, and how many values each takes."""
 
 
 def _refuse_words(arguments: list[str]) -> None:
-    """Settings written as other programs want them (``--lr 3``, ``--lr=3``, ``lr``), and groups set to null."""
+    """Refuse settings in other programs' style (``--lr 3``, ``--lr=3``, ``lr``), groups set to null, and passwords."""
     before = ""
     for word in arguments:
         flag = word.partition("=")[0]
-        if passwords.IN_ADDRESS.search(word):  # before Hydra saves what was typed
+        if passwords.IN_ADDRESS.search(word):  # before Hydra saves the command line
             raise InputError(f"{passwords.hidden(word)} is not allowed: {passwords.refused(flag)}")
         if word.startswith("-") and flag not in FLAGS:
             from lightning_rlhf.schema.shipped import shipped_keys
@@ -191,7 +191,7 @@ def _refuse_words(arguments: list[str]) -> None:
 
 
 def _refuse_missing_options() -> None:
-    """Groups that follow the model are optional, so Hydra passes over an option that does not exist."""
+    """Refuse unknown options of the groups that follow the model: they are optional, so Hydra ignores such options."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.hydra_config import HydraConfig
 
@@ -278,7 +278,7 @@ def _options(
 
 @contextmanager
 def _told_without_servers(folder: str | None = None) -> Iterator[None]:
-    """A run has failed, or no rollout server is left: say so, and how to go on, instead of a traceback."""
+    """Report a failed run, or the loss of all rollout servers, and how to resume, instead of a traceback."""
     from lightning_rlhf.assembly import newest_checkpoint
     from lightning_rlhf.checkpoint import CheckpointError
     from lightning_rlhf.control import TrainingFailed
@@ -315,7 +315,7 @@ def _full_errors() -> Iterator[bool]:
 
 @contextmanager
 def _argv(arguments: list[str]) -> Iterator[None]:
-    """Hydra reads ``sys.argv``, and after ``--cfg`` it leaves its configuration to whoever comes next."""
+    """Set ``sys.argv`` for Hydra; afterwards restore it and Hydra's global configuration, which ``--cfg`` changes."""
     from hydra.core.hydra_config import HydraConfig
 
     instance = HydraConfig.instance()

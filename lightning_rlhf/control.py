@@ -33,7 +33,7 @@ class TrainingFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Decision:
-    """One verb that was called: what, why, and when on both clocks."""
+    """One call of a verb: which, why, in which iteration, and after how many optimiser steps."""
 
     verb: str
     reason: str
@@ -67,9 +67,8 @@ class Knob:
 class Control:
     """Verbs and knobs of one run. The update loop obeys; callbacks decide.
 
-    Verbs last until the point where they are obeyed and are cleared at the start of each iteration, all but
-    ``stop_training``. Under several processes call a verb only on values that are equal on every rank (the
-    ``stats`` handed to callbacks are).
+    A verb stays pending until it is obeyed; all but ``stop_training`` are cleared at the start of each iteration. Under
+    several processes call a verb only on values that are equal on every rank (the ``stats`` handed to callbacks are).
 
     ========================  ==========================================================================
     verb                      obeyed
@@ -81,12 +80,12 @@ class Control:
                               ``on_experience_ready`` to ``on_ppo_epoch_end``
     ``stop_epochs``           no further minibatch of this iteration is trained, none at all if it was
                               called before the first
-    ``stop_training``         the run ends after this iteration, checkpoint included; with ``failed=True`` by
-                              :class:`TrainingFailed` and without one
+    ``stop_training``         the run ends after this iteration and its checkpoint; with ``failed=True``
+                              by raising :class:`TrainingFailed`, without a checkpoint
     ========================  ==========================================================================
 
-    A verb called where nothing obeys it is refused: kept, it would act on another minibatch; dropped, it would be
-    counted and never happen.
+    A verb called outside its events raises an error: if kept, it would act on another minibatch; if dropped, it would
+    be counted without effect.
     """
 
     def __init__(self) -> None:
@@ -97,7 +96,7 @@ class Control:
         self.counts: Counter[str] = Counter()
         self.reported: dict[str, float] = {}
         self.applied: dict[str, float] = {}
-        """Every knob as it was in force in this iteration, multipliers and bounds included: what is logged of it."""
+        """The logged value of every knob: as used in this iteration, with multipliers and bounds applied."""
         self._pending: dict[str, str] = {}
         self._rollback_to: Scope = "iteration"
         self._allowed: set[str] = set()
@@ -142,8 +141,8 @@ class Control:
 
         Args:
             reason: what the user reads.
-            failed: the run is broken, not done: it ends with exit code 1, is tracked as FAILED, and this iteration
-                leaves no checkpoint, so that the newest one is from before. Wins over a stop in good order.
+            failed: the run is broken, not finished: it ends with exit code 1, is tracked as FAILED, and saves no
+                checkpoint of this iteration, so the newest one is from before. Wins over an ordinary stop.
         """
         if self._stop_training is None or (failed and not self._failed):
             self._stop_training, self._failed = reason, failed
@@ -163,10 +162,10 @@ class Control:
         self.decisions.append(Decision(verb, reason, self.iteration, self.update))
 
     def report(self, name: str, value: float) -> None:
-        """Log a number of the callback's own with this iteration's metrics.
+        """Log a callback's own number with this iteration's metrics.
 
-        Call it from ``on_rollout_start`` to ``on_update_end``. What is logged is the number of the first rank, so
-        report reduced ones, such as those in ``stats``. NaN says that nothing was measured: nothing is logged.
+        Call it from ``on_rollout_start`` to ``on_update_end``. Only rank 0's number is logged, so report numbers
+        reduced over ranks, such as those in ``stats``. NaN means not measured and is not logged.
 
         Raises:
             UnknownMetricError: the name was not declared, see :func:`lightning_rlhf.metrics.names.register`.
@@ -175,11 +174,11 @@ class Control:
         if not math.isnan(value):
             self.reported[name] = value
 
-    # --- what the update loop asks -----------------------------------------------------------------------------
+    # --- used by the update loop -------------------------------------------------------------------------------
 
     @contextmanager
     def allow(self, *verbs: str) -> Iterator[None]:
-        """While this is open, ``verbs`` may be called: the caller will obey them."""
+        """Accept ``verbs`` inside this context; the code that opens it obeys them."""
         before = set(self._allowed)
         self._allowed |= set(verbs)
         try:
@@ -192,11 +191,11 @@ class Control:
         return verb in self._pending
 
     def take(self, verb: str) -> str | None:
-        """The reason of a pending verb, which counts as obeyed from here on; ``None`` if it was not called."""
+        """Mark a pending verb as obeyed and return its reason; ``None`` if it was not called."""
         return self._pending.pop(verb, None)
 
     def take_rollback(self) -> Scope | None:
-        """The scope of a pending rollback, which counts as obeyed from here on."""
+        """Mark a pending rollback as obeyed and return its scope; ``None`` if there is none."""
         return self._rollback_to if self._pending.pop("rollback", None) is not None else None
 
     @property
@@ -205,7 +204,7 @@ class Control:
         return self._stop_training
 
     def raise_if_failed(self) -> None:
-        """End the run if it was said to have failed.
+        """End the run if ``stop_training(failed=True)`` was called.
 
         Raises:
             TrainingFailed: gives the reason.
@@ -233,7 +232,7 @@ class Control:
         maximum: float = math.inf,
         integer: bool = False,
     ) -> None:
-        """Declare a knob; done by the part that reads it."""
+        """Declare a knob; called by the code that reads it."""
         if not minimum <= value <= maximum:
             raise ValueError(f"knob {name}: {value} lies outside [{minimum}, {maximum}]")
         self.knobs[name] = Knob(name, value, minimum, maximum, integer)
@@ -243,7 +242,7 @@ class Control:
         return self._knob(name).effective
 
     def freeze(self) -> None:
-        """Keep the knobs of this iteration: what is set from here on acts in the next. Called once the epochs ended."""
+        """Record this iteration's knobs; values set later act in the next one. Called after the last epoch."""
         self.applied = {name: knob.effective for name, knob in self.knobs.items()}
 
     def own(self, name: str, owner: str) -> None:

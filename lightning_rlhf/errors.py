@@ -1,4 +1,4 @@
-"""What a user is told when something given cannot work; costs no import, so that it is said at once."""
+"""Errors for invalid input; they need no heavy import, so they are reported at once."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that cannot work: where, what was given, and what is allowed."""
+    """One invalid setting: its key, the given value, and what is allowed."""
 
     key: str
     value: Any
     allowed: str
 
     def __str__(self) -> str:
-        words = {None: "null", True: "true", False: "false"}  # as they are written in a configuration
+        words = {None: "null", True: "true", False: "false"}  # as in YAML
         known = self.value is None or isinstance(self.value, bool)
         shown = words[self.value] if known else repr(self.value)
         return f"{self.key} = {shown if len(shown) <= 80 else shown[:77] + '...'}\n    {self.allowed}"
 
 
 class SettingError(ValueError):
-    """A setting that cannot be honoured: names the key, the value and what is allowed."""
+    """An invalid setting; the message names the key, the value and what is allowed."""
 
     def __init__(self, key: str, value: Any, allowed: str) -> None:
         super().__init__(f"{key} = {value!r} is not allowed: {allowed}")
@@ -30,16 +30,16 @@ class SettingError(ValueError):
 
     @property
     def problem(self) -> Problem:
-        """The same, as one of several things that are said together."""
+        """This error as one entry of a list of problems."""
         return Problem(self.key, self.value, self.allowed)
 
 
 class InputError(ValueError):
-    """Something the user gave cannot work; the message is all that is needed to mend it."""
+    """Invalid user input; the message alone says how to correct it."""
 
 
 class ConfigError(InputError):
-    """A configuration that is refused, with all its problems."""
+    """An invalid configuration, with all its problems."""
 
     def __init__(self, problems: list[Problem]) -> None:
         super().__init__("\n".join(str(problem) for problem in problems))
@@ -47,4 +47,4 @@ class ConfigError(InputError):
 
 
 class RunEnded(Exception):
-    """A run had to end for a reason outside of it; the message is all there is to say."""
+    """A run has ended early; the message is shown to the user without a traceback."""

@@ -25,7 +25,7 @@ def evaluate_checkpoint(checkpoint: str, overrides: Sequence[str] = ()) -> dict[
     Raises:
         InputError: no such checkpoint, an override that cannot work, or no held-out prompt.
     """
-    for text in overrides:  # Hydra's parser has no words for this
+    for text in overrides:  # Hydra's parser gives no clear error for this
         if not text.partition("=")[1]:
             raise schema.InputError(f"{text!r} is not allowed: overrides are written key=value")
     going_on = planned(checkpoint, Composition(tuple(overrides)))
@@ -35,7 +35,7 @@ def evaluate_checkpoint(checkpoint: str, overrides: Sequence[str] = ()) -> dict[
     for each in replaced:
         print(f"note: {each}")
     parts = assemble(without_reference(plain), warm_up=False)
-    if not len(getattr(parts.datamodule, "validation_prompts", [None])):  # a data module of one's own may not have it
+    if not len(getattr(parts.datamodule, "validation_prompts", [None])):  # a custom data module may lack it
         raise schema.InputError(NOTHING_HELD_OUT)
     parts.module.load_state_dict({k: v for k, v in saved["state_dict"].items() if not k.startswith("reference.")})
     print("evaluating the held-out prompts", flush=True)
@@ -59,8 +59,8 @@ NOTHING_HELD_OUT = (
 
 
 def without_reference(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration without the frozen copy of the starting policy, which nothing but training needs."""
+    """The configuration without the reference model, the frozen copy of the first policy that only training needs."""
     policy = config["model"]["policy"]
     if policy.get("lora") is not None:
-        return config  # the adapter's reference is no copy
+        return config  # with LoRA the reference is the base model, no copy
     return config | {"model": config["model"] | {"policy": policy | {"reference": "none"}}}

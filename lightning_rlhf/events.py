@@ -1,4 +1,4 @@
-"""RL events: what callbacks are told, and how they are told."""
+"""RL events: their names, the stats that callbacks receive, and the function that calls them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ EVENTS = (
 )
 
 
-# What was not measured is NaN in every stats object, never 0: no limit is over or under it (``nan > limit`` is false).
-# Whoever averages, integrates or takes a maximum asks ``math.isfinite`` first and waits. docs/extending.md lists the
-# fields from the lines below; a test compares.
+# A number that was not measured is NaN in every stats object, never 0, so no limit applies (``nan > limit`` is false).
+# Code that averages, integrates or takes a maximum must skip values that are not ``math.isfinite``. docs/extending.md
+# lists the fields below with their texts; a test compares.
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class ExperienceStats:
 
     @classmethod
     def of(cls, iteration: int, numbers: Mapping[str, float]) -> ExperienceStats:
-        """From the metrics of the experience; what is not among them was not measured."""
+        """From the metrics of the experience; an absent metric becomes NaN."""
         return cls(
             iteration=iteration,
             sequences=int(numbers["batch/sequences"]),
@@ -90,7 +90,7 @@ class MinibatchStats:
     minibatch: int
     """Counted from 0 in each epoch."""
     tokens: float
-    """Accepted tokens of all ranks: those that the loss is taken over. 0 where moving rejection took them all."""
+    """Accepted tokens of all ranks, those in the loss; 0 if rejection by the current policy removed all."""
     policy_loss: float
     """In the configured aggregation."""
     value_loss: float
@@ -117,7 +117,7 @@ class MinibatchStats:
 
 @dataclass(frozen=True)
 class EpochStats:
-    """One PPO epoch: token-weighted means over the minibatches that measured the number (a maximum is a maximum)."""
+    """One PPO epoch: token-weighted means over the minibatches that measured a number (``ratio_max``: the maximum)."""
 
     iteration: int
     """Counted from 1."""
@@ -138,10 +138,10 @@ class EpochStats:
 
     @classmethod
     def over(cls, minibatches: Sequence[MinibatchStats]) -> EpochStats:
-        """Of an epoch's minibatches, at least one, each with an accepted token.
+        """From an epoch's minibatches: at least one, each with an accepted token.
 
-        One whose forward pass is not finite measured nothing and takes no step (and is counted): it must not hide from
-        the brakes what the others measured.
+        A minibatch with a non-finite forward pass is counted, but its NaNs are left out of the means, so that callbacks
+        still see what the others measured.
         """
 
         def measured(name: str) -> list[tuple[float, float]]:
@@ -177,7 +177,7 @@ class UpdateStats:
     steps_skipped: int
     """Minibatches with an accepted token whose step was not taken."""
     kl_old: float
-    """Of the last epoch that ran, like the rest; NaN where none did."""
+    """KL(old || current) of the last epoch that ran, as are the fields below; NaN if none ran."""
     kl_ref: float
     """KL(current || reference), nats per token; NaN without reference."""
     clip_fraction: float

@@ -39,9 +39,9 @@ class PromptBatch:
         texts: the rendered prompt texts (for display and rewards, never tokenised again).
         keys: stable hash of each prompt's content, see :func:`prompt_key`.
         rows: the data row of each prompt, handed to the rewards.
-        passes: how often the data had been gone through when the prompt was drawn (the data epoch).
+        passes: completed passes over the data when the prompt was drawn (the data epoch).
         copies: how many earlier rows of the data have the same key; all 0 if not given. Copies of a prompt in one pass
-            have seeds of their own.
+            get different seeds.
     """
 
     ids: list[list[int]]
@@ -62,7 +62,7 @@ class PromptBatch:
         return PromptBatch(*(getattr(self, f.name)[:count] for f in fields(self)))
 
     def repeat(self, samples: int) -> PromptBatch:
-        """Each prompt ``samples`` times, copies side by side."""
+        """Each prompt ``samples`` times in a row."""
 
         def each(items: list[Any]) -> list[Any]:
             return [item for item in items for _ in range(samples)]
@@ -70,7 +70,7 @@ class PromptBatch:
         return PromptBatch(*(each(getattr(self, f.name)) for f in fields(self)))
 
     def part(self, rows: slice) -> PromptBatch:
-        """Some of the prompts."""
+        """The prompts of a slice."""
         return PromptBatch(*(getattr(self, f.name)[rows] for f in fields(self)))
 
 
@@ -90,7 +90,7 @@ class Rollout:
         rollout_logprobs: ``[B, R]`` float32, log-probability (nats) of each sampled token under the distribution
             it was sampled from, i.e. after temperature, top-k and top-p. Zero on padding.
         finish: ``[B]`` int64, values of :class:`Finish`.
-        policy_version: ``[B]`` int64, iterations trained when the weights that sampled the row were sent.
+        policy_version: ``[B]`` int64, number of iterations that had trained the weights which sampled the row.
         seed: ``[B]`` int64, the seed the row was sampled with.
         group: ``[B]`` int64, index of the prompt in the batch; samples of one prompt share it.
         prompt_key: stable hash of each row's prompt.
@@ -128,7 +128,7 @@ class Rollout:
         )
 
     def select(self: _Rows, rows: Tensor) -> _Rows:
-        """The given rows (int64 index) of every per-sequence field; scalars travel unchanged."""
+        """The given rows (int64 index) of every per-sequence field; scalar fields are kept."""
         index = rows.tolist()
         changes: dict[str, Any] = {}
         for f in fields(self):
@@ -157,7 +157,7 @@ class Rollout:
 
     @staticmethod
     def join(parts: Sequence[Rollout], pad_id: int) -> Rollout:
-        """Rollouts of consecutive parts of a prompt batch as the one of the whole batch, padded with ``pad_id``."""
+        """Concatenate rollouts of consecutive parts of a prompt batch into one, padded with ``pad_id``."""
         prompt, response = (max(getattr(p, f"{n}_mask").shape[1] for p in parts) for n in ("prompt", "response"))
         groups = itertools.accumulate((int(p.group[-1]) + 1 for p in parts), initial=0)
         joined: dict[str, Any] = {
@@ -201,8 +201,8 @@ class Experience(Rollout):
         old_logprobs: ``[B, R]`` log-probabilities under the policy before the update.
         ref_logprobs: ``[B, R]`` log-probabilities under the reference model.
         entropy: ``[B, R]`` entropy (nats) of the policy before the update.
-        reward_override: ``[B, R]`` float32; where it is not NaN it stands instead of the token's reward, after the
-            sequence reward was normalised and the KL penalty taken off, before advantages.
+        reward_override: ``[B, R]`` float32; where not NaN it replaces the token's reward, after normalisation and the
+            KL penalty, before advantages.
         values: ``[B, R]`` value of the state in which token ``t`` was chosen.
         final_values: ``[B]`` value of the state after the last token; the bootstrap of truncated rows.
         advantages: ``[B, R]``.
@@ -246,19 +246,19 @@ class MiniBatch(Experience):
     """Rows of one optimiser step, or a micro-batch of them.
 
     ``scale`` holds the loss denominators: valid tokens, and sequences with a valid token, of the **whole minibatch
-    over all ranks**. It travels unchanged into the micro-batches, which is why a gradient does not depend on the cut.
+    over all ranks**. Micro-batches keep it unchanged, so the gradient does not depend on the split.
     """
 
     scale: LossScale = TOKEN_MEAN
 
     @property
     def tokens(self) -> float:
-        """Valid tokens of the whole minibatch, by which a loss of one's own is divided; 0 where they are not known."""
+        """Valid tokens of the whole minibatch, the denominator of a custom loss; 0 if unknown."""
         return float(self.scale.tokens or 0.0)
 
     @property
     def sequences(self) -> float:
-        """Sequences with a valid token, likewise."""
+        """Sequences with a valid token in the whole minibatch; 0 if unknown."""
         return float(self.scale.sequences or 0.0)
 
     @classmethod
@@ -274,8 +274,8 @@ def split_by_tokens(
 ) -> Iterator[tuple[Tensor, _Rows]]:
     """Cut rows into parts of at most ``budget`` tokens, padding included, and at most ``most`` rows.
 
-    Rows of like length travel together and each part loses its padding columns, so little of the budget is padding.
-    A single row longer than the budget forms a part of its own.
+    Rows of similar length share a part and padding columns are cut, so little of the budget is padding. A single row
+    longer than the budget forms a part of its own.
 
     Args:
         rows: a rollout, experience or minibatch.
@@ -303,11 +303,11 @@ def split_by_tokens(
 
 
 def prompt_key(prompt: Any) -> str:
-    """Stable 16-digit hash of a prompt's content: the same on every machine, on every day, with every tokenizer.
+    """Stable 16-digit hash of a prompt's content: the same on every machine and with every tokenizer.
 
-    What the data says counts, not what chat template, configured system prompt and tokenizer make of it. Other
+    The prompt is hashed as stored in the data, before chat template, configured system prompt and tokenizer. Other
     columns of the row, the order of a message's keys, keys without a value, and Unicode's ways of writing one character
-    (normal form C decides) do not count. A text and one user message of that text are the same prompt.
+    (normalised to NFC) make no difference. A text and one user message of that text are the same prompt.
 
     Args:
         prompt: text, or a list of chat messages, as it stands in the data.
@@ -335,8 +335,8 @@ def _canonical(value: Any) -> Any:
 def sample_seed(seed: int, key: str, sample: int, data_pass: int, copy: int = 0) -> int:
     """Seed (63 bits) of one sample: a hash of run seed, prompt key, sample index, data pass and copy.
 
-    It does not depend on the batch, the rank or the iteration, so a sample can be drawn again alone. ``copy`` counts
-    earlier rows of the data with the same prompt; the first one's seed does not depend on there being others.
+    It does not depend on the batch, the rank or the iteration, so one sample can be reproduced alone. ``copy`` counts
+    earlier rows of the data with the same prompt; the first row's seed does not depend on whether others follow.
     """
     words = f"{seed}/{key}/{sample}/{data_pass}" + (f"/{copy}" if copy else "")
     digest = hashlib.blake2b(words.encode(), digest_size=8).digest()

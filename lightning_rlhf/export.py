@@ -29,8 +29,8 @@ def export_checkpoint(
 ) -> Path:
     """Write the trained policy as a Hugging Face folder: weights (LoRA merged), configuration, tokenizer, template.
 
-    The folder is written beside ``output`` and renamed, so it is whole or absent. Its tokenizer pads on the left, so
-    that a batch of prompts can be continued as it comes; who may read the files says the umask.
+    The folder is written beside ``output`` and renamed, so it is whole or absent. Its tokenizer pads on the left, as
+    batched generation needs; file permissions follow the umask.
 
     Args:
         checkpoint: a checkpoint file or a run's folder (its newest whole checkpoint).
@@ -38,7 +38,7 @@ def export_checkpoint(
         overrides: changes of the run's configuration of the model, such as ``model.source.path=moved/model``; others
             have no effect here.
         force: replace an earlier export; other folders that are not empty are refused all the same.
-        perturbation: write the noise the policy was trained with beside it, for perturbed inference
+        perturbation: also write the noise scales of ALP, for perturbed inference
             (:func:`lightning_rlhf.models.fixed_perturbation.apply_perturbation`). The weights are the same either way.
 
     Returns:
@@ -95,10 +95,10 @@ def _base_model(config: Mapping[str, Any]) -> LoadedModel:
 
 
 def _refuse_what_is_not_replaced(target: Path, output: str, force: bool) -> None:
-    """Only what is new, empty or, with ``force``, an earlier export: a folder with a model and no work of a run.
+    """Accept only a new or empty folder or, with ``force``, an earlier export: a model and no files of a training.
 
     Raises:
-        InputError: ``target`` is something else; says what.
+        InputError: ``target`` is something else; the message says what.
     """
     if not target.exists():
         return
@@ -122,12 +122,12 @@ def _refuse_what_is_not_replaced(target: Path, output: str, force: bool) -> None
 
 
 def _is_work(path: Path) -> bool:
-    """Whether it is a repository's, or of a training that may still be needed (of this package or another)."""
+    """Whether ``path`` belongs to a Git repository or to a training (of this package or another), to be kept."""
     return path.name in (".git", STARTS, "checkpoints") or path.suffix == ".ckpt" or path.match("checkpoint-*")
 
 
 def _as_umask_says(folder: Path) -> None:
-    """Give the files the mode that new ones have here; safetensors writes its own for the user alone."""
+    """Give the files the permissions of new files; safetensors makes its own readable by the owner only."""
     mode = folder.stat().st_mode & 0o777
     for path in folder.rglob("*"):
         path.chmod(mode if path.is_dir() else mode & 0o666)

@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole: a process that is killed leaves the old content or the new one."""
+"""Atomic file replacement: a killed process leaves either the old content or the new."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import TextIO
 
 @contextmanager
 def replaced(path: Path) -> Iterator[TextIO]:
-    """A text file (UTF-8, line ends as written) that gets the name ``path`` once the block has ended without an error.
+    """A text file (UTF-8, line ends as written) that is renamed to ``path`` if the block ends without an error.
 
-    It lies beside ``path`` meanwhile, under a name that belongs to this process.
+    Until then it lies beside ``path``, under a name with this process's id.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -32,7 +32,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def ensure_line_end(path: Path) -> None:
-    """End a last line that a killed process has left half-written, so that what is appended stands on its own."""
+    """Append a newline if a killed process left the last line unfinished, so that the next record starts a new line."""
     if path.exists() and path.stat().st_size:
         with path.open("rb+") as file:
             file.seek(-1, os.SEEK_END)

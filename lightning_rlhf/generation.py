@@ -1,4 +1,4 @@
-"""Where the rollout of an iteration comes from: drawn on the spot, or ahead of it, whole or in parts."""
+"""The rollout of an iteration: generated when needed or one iteration ahead, whole or in parts."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 
 class RolloutSource:
-    """Asks the module's engine for responses, and with ``rollout.lag=1`` one iteration ahead."""
+    """Requests responses from the module's engine; with ``rollout.lag=1`` one iteration ahead."""
 
     def __init__(self, module: ActorCriticModule) -> None:
         self.module = module
         self.drawn_late = False
-        """Whether rollouts run ahead and the last one had to be drawn on the spot."""
+        """Whether the last rollout was generated late, although rollouts run ahead."""
         self._ahead = AheadRollouts()
 
     def generate(self, prompts: PromptBatch, *, greedy: bool = False) -> Rollout:
-        """Responses drawn now, on the module's device."""
+        """Responses generated now, on the module's device."""
         with self.weights():
             return self.checked(self._request(prompts, greedy)()).to(self.module.device)
 
@@ -54,22 +54,22 @@ class RolloutSource:
         return answers, experience.require("old_logprobs")
 
     def checked(self, rollout: Rollout) -> Rollout:
-        """The rollout itself, if the module knows what to do with tokens that have no log-probability.
+        """Return the rollout; refuse missing log-probabilities unless the module handles them.
 
         Raises:
-            FloatingPointError: there are some, and it does not.
+            FloatingPointError: a token has no finite log-probability and the module does not handle that.
         """
         if not self.module.accepts_missing_logprobs:
             check_finite(rollout)
         return rollout
 
     def weights(self) -> AbstractContextManager[None]:
-        """What an engine that draws with the trained weights themselves needs around its calls: all of them whole."""
+        """Context for calls of an engine that generates with the actor's own weights: gathers sharded ones."""
         return gathered(self.module.actor) if self._shares_weights else nullcontext()
 
     @property
     def gathers(self) -> bool:
-        """Whether all ranks take part in :meth:`weights`."""
+        """Whether :meth:`weights` is a collective operation, in which all ranks take part."""
         return self._shares_weights and is_sharded(self.module.actor)
 
     @property
@@ -77,12 +77,12 @@ class RolloutSource:
         return self.module.engine.shares_weights
 
     def next(self, prompts: PromptBatch) -> Rollout:
-        """The rollout of this iteration: the one generated ahead, or else drawn now. Then the next one begins.
+        """The rollout of this iteration, generated ahead or else now; then start the next one.
 
-        Each rank draws its own; an error of one is raised on all.
+        Each rank generates its own; an error on one rank is raised on all.
 
         Raises:
-            RuntimeError: even the one drawn now is older than ``rollout.max_staleness`` allows.
+            RuntimeError: even a rollout generated now is staler than ``rollout.max_staleness`` allows.
         """
         module, ahead = self.module, self.module.engine.ahead
         rollout = together(partial(self._of_this_iteration, prompts))
@@ -107,7 +107,7 @@ class RolloutSource:
         return rollout
 
     def wait(self) -> None:
-        """Until nothing is generated on any rank; weights may change afterwards. An error of one is raised on all."""
+        """Wait until no rank generates, so that weights may change. An error on one rank is raised on all."""
         if self.module.engine.ahead.lag:
             together(self._ahead.wait)
 
@@ -126,10 +126,10 @@ class RolloutSource:
         metrics.max("rollout/staleness_max", staleness)
 
     def check(self) -> None:
-        """Whether the data module can tell what comes next, where rollouts run ahead.
+        """Check that the data module can return the next batch early, if rollouts run ahead.
 
         Raises:
-            RuntimeError: it cannot.
+            RuntimeError: it has no ``train_batch``.
         """
         data = getattr(self.module.trainer, "datamodule", None)
         if self.module.engine.ahead.lag and not hasattr(data, "train_batch"):
@@ -143,12 +143,12 @@ class RolloutSource:
         return self._ahead.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with a rollout generated ahead; without ``rollout.lag`` it would be off-policy, and is dropped."""
+        """Restore a rollout generated ahead; without ``rollout.lag`` it is dropped, as it would be off-policy."""
         if self.module.engine.ahead.lag:
             self._ahead.load_state_dict(state, self.module.device)
 
     def _request(self, prompts: PromptBatch, greedy: bool = False) -> Callable[[], Rollout]:
-        """The call of the engine with the settings in force now, whenever it is made; in parts if need be."""
+        """A call of the engine that may run later with the settings of now; in parts if memory requires."""
         module = self.module
         draw = partial(
             module.engine.generate,

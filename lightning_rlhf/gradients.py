@@ -1,4 +1,4 @@
-"""Norms and limits of the gradients of named parameter groups, under a float16 loss scale, too."""
+"""Gradient norms and clipping of named parameter groups, also with a float16 loss scale."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def gradient_norms(optimizer: Any) -> dict[str, Tensor]:
-    """Global L2 norm of each named parameter group's gradients, as they are (scaled under float16).
+    """Global L2 norm of each named parameter group's gradients, not unscaled under float16.
 
-    The same on every rank, of sharded gradients, too.
+    Equal on every rank, also for sharded gradients.
     """
     norms: dict[str, Tensor] = {}
     for group in optimizer.param_groups:
@@ -28,10 +28,10 @@ def gradient_norms(optimizer: Any) -> dict[str, Tensor]:
 
 
 def clip_gradients(optimizer: Any, norms: dict[str, Tensor], scale: float) -> None:
-    """Scale each group's gradients down to its own ``clip_norm``; null leaves them.
+    """Clip each group's gradients to its own ``clip_norm``; ``None`` leaves them unchanged.
 
-    Under float16 the gradients are still multiplied by the loss scale, so the limit is, too; the precision plugin
-    removes the scale just before the step.
+    Under float16 the gradients are still multiplied by the loss scale, so the limit is scaled, too; the precision
+    plugin removes the scale just before the step.
     """
     for group in optimizer.param_groups:
         if group["clip_norm"] is not None:

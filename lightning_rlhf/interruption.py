@@ -19,21 +19,21 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_rlhf.files import write_whole
 
 REQUEST = "stop_request"
-"""In a run's output folder: who started several processes asks them to stop by writing a signal's number there."""
+"""File in a run's output folder: the launcher of several processes writes a signal's number there to stop them."""
 REQUEST_VARIABLE = "LIGHTNING_RLHF_STOP_REQUEST"
-"""Of the environment: names that file to the processes that were started."""
+"""Environment variable with that file's path, for the started processes."""
 
 _POLL_SECONDS = 0.5
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(SIGTERMException):
-    """A signal has ended the work. A ``SystemExit``: Lightning, Hydra and handlers of errors let it through.
+    """A signal ended the run. A ``SystemExit``, so Lightning, Hydra and ``except Exception`` let it through.
 
     Args:
-        signum: of the signal; the exit code is 128 + it, as shells count.
-        on_every_rank: whether all processes of the run agreed on it and raise it at the same point.
-        told: whether the user has been told where the run can go on.
+        signum: number of the signal; the exit code is 128 + ``signum``, as in shells.
+        on_every_rank: whether all processes of the run raise it at the same point.
+        told: whether the user has been told how to resume.
     """
 
     def __init__(self, signum: int, *, on_every_rank: bool = False, told: bool = False) -> None:
@@ -45,22 +45,21 @@ class Interrupted(SIGTERMException):
 
 
 class Signals:
-    """What these signals do while the context lasts.
+    """Handles these signals while the context is active.
 
-    A signal raises :class:`Interrupted` where it finds the main thread, unless :meth:`hold` said that something must be
-    finished first: then it is noted in :attr:`received`, and who held it raises later. A second one is never held,
-    but SIGHUP behind another one is nothing new: a terminal that closes may send it more than once.
-    A signal that was ignored before (``nohup``, jobs in the background) stays ignored. Outside the main thread nothing
-    is installed; requests by file still arrive.
+    A signal raises :class:`Interrupted` in the main thread. After :meth:`hold` the first one is only stored in
+    :attr:`received`, and the code that called ``hold`` raises later. A second signal raises at once, but a SIGHUP after
+    another signal is ignored: a closing terminal may send several. A signal that was ignored before (``nohup``, jobs in
+    the background) stays ignored. Outside the main thread no handler is installed; requests by file still work.
 
     Args:
-        request: file to watch for a request of another process (see :data:`REQUEST`); ``None``: none, unless the
-            environment names one.
+        request: file to watch for another process's request (see :data:`REQUEST`); ``None``: the one that the
+            environment names, if any.
     """
 
     def __init__(self, request: Path | None = None) -> None:
         self.received = 0
-        """Number of the signal that was noted, 0 if there was none."""
+        """Number of the first signal, 0 if there was none."""
         named = os.environ.get(REQUEST_VARIABLE)
         self._request = Path(named) if request is None and named else request
         self._held: str | None = None
@@ -84,17 +83,17 @@ class Signals:
             signal.signal(number, handler)
 
     def install(self) -> None:
-        """Put the handlers in place (again: Lightning and Ray set their own when they start)."""
+        """Install the handlers; again after Lightning or Ray has installed its own."""
         if threading.current_thread() is threading.main_thread():
             for number in self._former:
                 signal.signal(number, self._on_signal)
 
     def hold(self, said: str) -> None:
-        """From here on something is finished first; ``said`` is what the user reads at once, and how to end it."""
+        """From here on work is finished before a signal ends it; ``said`` is printed when the signal arrives."""
         self._held = said
 
     def release(self) -> None:
-        """The next signal raises again. One that was noted does not: who held it does."""
+        """The next signal raises again. One already stored does not: the code that called :meth:`hold` raises it."""
         self._held = None
 
     def _on_signal(self, signum: int, _: FrameType | None) -> None:
@@ -103,13 +102,13 @@ class Signals:
             if self.received:
                 return
         if self.received:
-            for number in self._former:  # a third one ends the process the hard way
+            for number in self._former:  # a third signal kills the process
                 signal.signal(number, signal.SIG_DFL)
             raise Interrupted(signum)
         self.received = signum
         if self._held is None:
             raise Interrupted(signum)
-        if os.environ.get("RANK", "0") == "0":  # one of several processes speaks
+        if os.environ.get("RANK", "0") == "0":  # only rank 0 prints
             say(self._held if REQUEST_VARIABLE in os.environ else f"{self._held}; {again(signum)} to stop now")
 
     def _watch(self, request: Path) -> None:
@@ -127,17 +126,17 @@ _active: list[Signals] = []
 
 
 def signals() -> Signals:
-    """The innermost context in force; outside of any, one that never receives a signal."""
+    """The innermost active context; without one, a context that never receives a signal."""
     return _active[-1] if _active else Signals()
 
 
 def again(signum: int) -> str:
-    """What a user does who does not want to wait: the signal once more, by what sent it."""
+    """How the user sends the signal once more, to stop at once."""
     return "press Ctrl-C again" if signum == signal.SIGINT else f"kill {os.getpid()}"
 
 
 def say(text: str) -> None:
-    """A line on the standard error stream, from a handler of signals, too, where ``print`` may not be called again."""
+    """Write a line to stderr; safe inside a signal handler, where ``print`` is not."""
     with suppress(OSError):
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"\n{text}\n".encode())
 
@@ -147,7 +146,7 @@ def say(text: str) -> None:
 
 @contextmanager
 def passed_on(folder: Path) -> Iterator[Signals]:
-    """In the process that started those of a run: the first signal asks them to stop, the second one raises here."""
+    """In the launcher of a run's processes: the first signal asks them to stop, the second one raises here."""
     request = folder / REQUEST
     request.unlink(missing_ok=True)
     own = _PassedOn(request)
@@ -166,12 +165,12 @@ class _PassedOn(Signals):
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if not self.received:
-            write_whole(self._file, str(int(signum)))  # half of 15 would be 1, another signal
+            write_whole(self._file, str(int(signum)))  # atomic: half of 15 would be 1, another signal
         super()._on_signal(signum, frame)
 
 
 def read_request(file: Path) -> int:
-    """The signal that was asked for, 0 if none was."""
+    """Number of the requested signal, 0 if none."""
     try:
         text = file.read_text(encoding="ascii").strip()
     except OSError:
@@ -180,7 +179,7 @@ def read_request(file: Path) -> int:
 
 
 def _let_go_of_closed_terminals() -> None:
-    """Lead standard output and errors to nowhere where their terminal is gone: every print would be an error."""
+    """Redirect stdout and stderr to /dev/null if their terminal is gone: every print would be an error."""
     nowhere = os.stat(os.devnull).st_rdev
     for descriptor in (1, 2):
         with suppress(OSError):

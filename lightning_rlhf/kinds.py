@@ -1,4 +1,4 @@
-"""Whether a value can be what an annotation says: numbers, whole numbers, true or false; anything else passes."""
+"""Whether a value fits a type annotation of numbers, whole numbers or booleans; other annotations accept anything."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ALLOWED = {"int": "a whole number", "float": "a finite number", "bool": "true or
 
 
 def wrong_kind(value: Any, annotation: str | None) -> str | None:
-    """What is allowed, if ``value`` is not; ``None`` if it is, or if the annotation is no simple one.
+    """What is allowed, if ``value`` does not fit; ``None`` if it fits or the annotation is not a simple one.
 
     Args:
         value: from a configuration.

@@ -1,4 +1,4 @@
-"""The numbers of an iteration on their way to loggers: clocks, times, knobs, decisions."""
+"""Collects an iteration's metrics, counters, times, knobs and decisions for the loggers."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ STABILITY_COUNTS = {
 """Cumulative counts of ``module.control`` and the metric each is logged as."""
 
 SAID = 3
-"""Decisions of one kind that a start of a run says."""
+"""How many decisions of one kind are printed per start of a run."""
 ALWAYS_SAID = ("rollback", "stop_training")
 NUMBERS = re.compile(r"\b(?:\d[\d.]*(?:e[-+]?\d+)?|nan|inf)\b")
-"""What differs between two reasons of one kind."""
+"""Numbers in a reason: reasons of one kind differ in nothing else."""
 
 
 class Logbook:
-    """Takes times, adds up what the run has seen, and logs each iteration once."""
+    """Measures times, counts sequences and tokens, and logs each iteration once."""
 
     def __init__(self, module: ActorCriticModule) -> None:
         self.module = module
         self.progress = {"sequences": 0, "tokens": 0}
-        """What the whole run has trained on; in checkpoints."""
+        """Totals of the whole run; saved in checkpoints."""
         self._times: dict[str, float] = {}
         self._start = 0.0
         self._shown: set[str] = set()
@@ -59,13 +59,13 @@ class Logbook:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Log what happens inside as ``time/<name>``."""
+        """Log the seconds spent inside as ``time/<name>``."""
         start = time.perf_counter()
         yield
         self._times[name] = time.perf_counter() - start
 
     def write(self, numbers: dict[str, float], update: UpdateStats) -> None:
-        """Complete the numbers of this iteration and hand them to loggers and the progress bar."""
+        """Complete this iteration's metrics and hand them to loggers and the progress bar."""
         module, control = self.module, self.module.control
         self._times["iteration"] = time.perf_counter() - self._start
         sequences, tokens = numbers.pop("batch/sequences"), numbers.pop("batch/tokens")
@@ -91,7 +91,7 @@ class Logbook:
         # Lightning hands logged values to loggers only after the checkpoint of this iteration, as float32.
         for logger in module.loggers:
             logger.log_metrics(numbers, step=control.iteration)
-        # The few are for a progress bar of the user's own; the kit's reads the metrics themselves.
+        # ``bar`` is for a user's own progress bar; the kit's reads the metrics themselves.
         shown = ("reward/mean", "kl/ref", "perf/tokens_per_second")
         bar: dict[str, float] = {name: numbers[name] for name in shown if name in numbers}
         rest = {name: value for name, value in numbers.items() if name not in bar}
@@ -100,9 +100,9 @@ class Logbook:
         module.log_dict(bar, prog_bar=True, logger=False, on_step=True, on_epoch=False, batch_size=1)
 
     def _forget_others(self, names: set[str]) -> None:
-        """What was not measured now is absent from ``trainer.callback_metrics``, too.
+        """Remove metrics that this iteration did not measure from ``trainer.callback_metrics``.
 
-        Lightning keeps the last value of every name there, and a monitor would take it for today's.
+        Lightning keeps the last value of every metric there, and a monitor would take it for a current one.
         """
         trainer: Any = self.module.trainer
         for name in self._shown - names:
@@ -123,10 +123,10 @@ class Logbook:
         return numbers | {"clock/iteration": control.iteration, "clock/update": control.update}
 
     def _write_decisions(self) -> None:
-        """Say the decisions of this iteration with their reasons, and hand all to loggers that keep such a list.
+        """Print this iteration's decisions with their reasons, and hand all to loggers with ``log_decisions``.
 
-        What is decided again and again is how a run is steered, no news: of each kind (the verb and its reason,
-        whatever the numbers in it) the first :data:`SAID` are said. What ends or undoes something is always said.
+        Repeated decisions are routine: of each kind (the verb, and its reason apart from numbers) the first
+        :data:`SAID` are printed. :data:`ALWAYS_SAID` names the verbs that are always printed.
         """
         rows = [asdict(decision) for decision in self.module.control.decisions]
         listed = [logger for logger in self.module.loggers if hasattr(logger, "log_decisions")]
@@ -145,7 +145,7 @@ class Logbook:
 
 
 def _more(verb: str, listed: bool) -> str:
-    """Where decisions are that are said no more."""
+    """Where to find the decisions that are no longer printed."""
     places = [f"counted in stability/{STABILITY_COUNTS[verb]}"] if verb in STABILITY_COUNTS else []
     places += ["listed in decisions.jsonl"] if listed else []
     return "  more of this kind are not printed" + (f", but {' and '.join(places)}" if places else "")

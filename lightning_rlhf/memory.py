@@ -18,39 +18,39 @@ _Result = TypeVar("_Result")
 
 
 class OutOfMemory(RuntimeError):
-    """Out of memory with the smallest piece of work there is; says what was tried."""
+    """Out of memory where smaller pieces of work are impossible; the message says what was tried."""
 
 
 @runtime_checkable
 class MemoryPolicy(Protocol):
-    """What a callback offers that wants to be asked when memory runs out; the update and generation ask it."""
+    """The interface of a callback that the update and generation ask when memory runs out."""
 
     def after_update_oom(self, control: Control, tokens: int, error: str) -> None:
         """Lower the knob ``micro_batch_tokens``; ``tokens`` is the size of the largest piece that was tried."""
 
     def after_rollout_oom(self, control: Control, prompts: int, error: str) -> None:
-        """Prompts are generated in smaller parts from here on; ``prompts`` did not fit."""
+        """Generate in smaller parts from here on; ``prompts`` prompts at once did not fit."""
 
     @property
     def prompts_at_once(self) -> int | None:
-        """Prompts that are generated together at most; ``None`` for no limit."""
+        """How many prompts may be generated together; ``None`` for no limit."""
 
 
 def memory_policy(trainer: Any) -> MemoryPolicy | None:
-    """The first of the trainer's callbacks that is one, or ``None``: errors then end the run."""
+    """The trainer's first callback with this interface; ``None``: running out of memory ends the run."""
     return next((callback for callback in trainer.callbacks if isinstance(callback, MemoryPolicy)), None)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this is memory running out on a GPU, an NPU or the CPU, and no other error."""
+    """Whether the error is memory running out on a GPU, an NPU or the CPU."""
     return isinstance(error, torch.OutOfMemoryError) or is_oom_error(error) or "NPU out of memory" in str(error)
 
 
 def attempt(work: Callable[[], _Result]) -> tuple[_Result | None, str | None]:
     """The result of ``work``, or ``None`` and the first line of the message if memory ran out.
 
-    Nothing of the failed attempt survives: once this returns, the exception with its traceback, and so the tensors in
-    the frames it went through, are gone. A retry inside the ``except`` block would find them still in memory.
+    On return the exception and its traceback are gone, and so are the tensors in the frames that it passed through. A
+    retry inside the ``except`` block would still find them in memory.
 
     Raises:
         Exception: whatever else ``work`` raises.
@@ -64,7 +64,7 @@ def attempt(work: Callable[[], _Result]) -> tuple[_Result | None, str | None]:
 
 
 def free_memory() -> None:
-    """Collect what is unreachable and hand the caching allocator's unused blocks back to the device."""
+    """Collect garbage and return the caching allocator's unused blocks to the device."""
     gc.collect()
     device_layer.empty_cache()
 
@@ -72,7 +72,7 @@ def free_memory() -> None:
 def peak_memory_share(device: torch.device) -> float | None:
     """Largest share of the device's memory that tensors held since the peak was last reset; ``None`` on a CPU.
 
-    Tensors are counted and not what the allocator keeps in reserve, which never shrinks by itself.
+    Counts tensors only: the memory that the allocator reserves never shrinks by itself.
     """
     peak, total = device_layer.peak_bytes(device), device_layer.total_bytes(device)
     return None if peak is None or total is None else peak / total

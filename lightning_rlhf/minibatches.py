@@ -17,15 +17,15 @@ from lightning_rlhf.functional.losses import TOKEN_MEAN, LossScale
 class MinibatchPlan:
     """Which rows form which minibatch: a new permutation per epoch, each row exactly once per epoch.
 
-    The permutation depends on seed, iteration and epoch alone, so a resumed run draws the same ones, on any number of
-    ranks. Each minibatch is divided among the ranks by tokens.
+    The permutation depends on seed, iteration and epoch alone, so a resumed run draws the same permutations, on any
+    number of ranks. Each minibatch is divided among the ranks by tokens.
 
     Args:
         experience: the rows of all ranks, the same on each.
         size: rows of a minibatch, over all ranks.
         seed: of the run.
         iteration: counted from 1.
-        scale: of the loss; each minibatch gets it with its own counts.
+        scale: of the loss; each minibatch gets a copy with its own counts.
     """
 
     def __init__(

@@ -166,7 +166,7 @@ class ActorCriticModule(LightningModule):
 
     @property
     def scores_old_policy(self) -> bool:
-        """Whether the trainer computes the old log-probabilities; if not, the engine's stand for them."""
+        """Whether the trainer computes the old log-probabilities; if not, the engine's are used instead."""
         return True
 
     @property
@@ -176,11 +176,11 @@ class ActorCriticModule(LightningModule):
 
     @property
     def accepts_missing_logprobs(self) -> bool:
-        """Whether tokens without a finite log-probability of the engine are dealt with; if not, they end the run."""
+        """Whether tokens without a finite log-probability of the engine are handled; if not, they end the run."""
         return False
 
     def update_metrics(self) -> dict[str, float]:
-        """Called once after the update: numbers gathered meanwhile, the same on every rank."""
+        """Called once after the update: metrics collected during it, the same on every rank."""
         return {}
 
     # --- one iteration -------------------------------------------------------------------------------------------
@@ -229,11 +229,11 @@ class ActorCriticModule(LightningModule):
     def probe(self, prompts: PromptBatch, *, max_new_tokens: int) -> tuple[Rollout, Tensor]:
         """One answer of the engine to each prompt, and the trainer's log-probabilities of its tokens.
 
-        For callbacks that compare the two sides. Nothing of the run changes: no clock, no random state, no metric.
-        Call it where the engine is idle: in ``on_rollout_start``, or outside of training.
+        For callbacks that compare engine and trainer. The run's counters, random state and metrics do not change. Call
+        it where the engine is idle: in ``on_rollout_start``, or outside of training.
 
         Args:
-            prompts: what is asked.
+            prompts: the prompts to answer.
             max_new_tokens: longest answer; the limit of the rollouts stays in force.
 
         Returns:
@@ -248,7 +248,7 @@ class ActorCriticModule(LightningModule):
     # --- evaluation ----------------------------------------------------------------------------------------------
 
     def on_validation_start(self) -> None:
-        """Outside of training the engine does not have these weights yet; inside they came after the last update."""
+        """Send the weights to the engine outside of training; in training it got them after the last update."""
         if self.trainer.state.fn != TrainerFn.FITTING or self.trainer.sanity_checking:
             self.engine.update_weights(self.control.iteration)
         self._set_logger_step(self.control.iteration)
@@ -276,8 +276,8 @@ class ActorCriticModule(LightningModule):
         """Set each group's rate for the next optimiser step.
 
         Args:
-            progress: iterations done, with the planned share of the current one as its fraction. Early breaks and
-                skipped steps jump ahead with the iteration; the schedule's end does not move.
+            progress: iterations done plus the planned fraction of the current one. Epochs that end early and skipped
+                steps do not move the schedule: ``progress`` jumps to the next iteration.
             step: what one optimiser step adds to ``progress``.
         """
         groups, scale = self.optimizers().param_groups, self.control.value("lr_scale")  # type: ignore[union-attr]
@@ -286,22 +286,22 @@ class ActorCriticModule(LightningModule):
     # --- Lightning hooks -----------------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
-        """The embedded engine shares the actor's weights from here on; reward models follow to the device."""
+        """The embedded engine shares the actor's weights from here on; reward models move to the device."""
         self.engine.setup(self.actor.lm, self.tokenizer)
         together(self._check_lengths)
         self.reward.to(self.trainer.strategy.root_device)  # the module itself moves there only after this
 
     def _check_lengths(self) -> None:
-        """Whether the prompts leave room for responses where an engine knows its limit only once it is there."""
+        """Check that prompts leave room for responses, if the engine knows its limit only after setup."""
         data, limit = getattr(self.trainer, "datamodule", None), self.engine.positions
         if limit is not None and hasattr(data, "train_prompts"):
             check_room(data, self.engine.sampling.max_new_tokens, limit, "the longest sequence of the engine")  # type: ignore[arg-type]
 
     def configure_model(self) -> None:
-        """Shard actor, critic and reference where the strategy says how; only the first call does anything.
+        """Shard actor, critic and reference if the strategy shards; later calls do nothing.
 
-        They are built whole on the CPU of every rank. Their precision and the reference's fingerprint are those of the
-        whole weights, so both come first.
+        They are built whole on the CPU of every rank. Converting the precision and computing the reference's
+        fingerprint need the whole weights, so both come first.
         """
         sharding = getattr(self.trainer.strategy, "sharding", None)
         if sharding is None or is_sharded(self):
@@ -317,11 +317,11 @@ class ActorCriticModule(LightningModule):
         self._rollouts.close()
 
     def on_fit_start(self) -> None:
-        """Refuse asynchronous rollouts where the data module cannot say what comes next."""
+        """Refuse asynchronous rollouts if the data module cannot return the next batch early."""
         self._rollouts.check()
 
     def on_train_start(self) -> None:
-        """A restored optimiser brings the settings it was saved with; the configuration of this run decides."""
+        """Replace the settings saved with a restored optimiser by those of this run's configuration."""
         groups: Any = self.optimizers().param_groups  # type: ignore[union-attr]
         take_settings(groups, self.parameter_groups(), self.settings.optimizer)
         self.engine.update_weights(self.control.iteration)
@@ -358,5 +358,5 @@ class ActorCriticModule(LightningModule):
             raise OutOfMemory(f"{error}: lower module.update.score_tokens = {self.settings.update.score_tokens}")
 
     def _set_logger_step(self, iteration: int) -> None:
-        """The step at which Lightning hands logged values to loggers: it counts batches from 0, iterations from 1."""
+        """Set the step that Lightning passes to loggers: it counts batches from 0, iterations count from 1."""
         self.trainer.fit_loop.epoch_loop._batches_that_stepped = iteration

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of the module beside weights and optimiser."""
+"""The module's state in a checkpoint, apart from weights and optimiser."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ModuleState:
 
     Args:
         module: whose state it is.
-        update, logbook, rollouts: its parts that have one.
+        update, logbook, rollouts: its parts with a state.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class ModuleState:
         self._update.load_state_dict(saved["update"])
         self._logbook.progress = dict(saved["progress"])
         rank, world = place()
-        if len(saved["rollout_ahead"]) == world:  # another number of ranks: the next rollout is drawn on the spot
+        if len(saved["rollout_ahead"]) == world:  # otherwise the next rollout is generated when needed
             self._rollouts.load_state_dict(saved["rollout_ahead"][rank])
         if isinstance(reference, nn.Module):
             checkpoint["state_dict"].update(reference.state_dict(prefix="reference."))
 
     def reference_fingerprint(self) -> str | None:
-        """Of the whole weights: asked for first before they are sharded, and kept."""
+        """Of the unsharded weights: first called before sharding, then cached."""
         if self._fingerprint is None and self._module.reference is not None:
             self._fingerprint = self._module.reference.fingerprint()
         return self._fingerprint

@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from lightning_rlhf.module import ActorCriticModule
 
 ACCEPTED_TOKENS = "accepted tokens"
-"""Of one minibatch, over all ranks; reduced with its metrics and not among them."""
+"""Key of a minibatch's count over all ranks; reduced with the metrics but not logged."""
 
 
 def micro_batch_loss(module: ActorCriticModule, micro: MiniBatch, metrics: MetricBatch) -> Tensor:
-    """The loss to go backward from, a scalar, normalised so that the micro-batches of a minibatch add up.
+    """The scalar loss for the backward pass, normalised so that the micro-batches of a minibatch add up.
 
     Args:
-        module: whose extension points say what the terms are.
+        module: its extension points compute the terms.
         micro: rows of one minibatch.
-        metrics: gets the terms.
+        metrics: receives the terms.
     """
     settings = module.settings
     output = module.actor_logprobs(micro)
     policy = module.policy_loss(micro, output.logprobs)
-    if policy.accepted is not None:  # rejected now, by the policy as it moved: for everything that follows, too
+    if policy.accepted is not None:  # tokens rejected under the current policy leave all terms
         micro = replace(micro, loss_mask=policy.accepted)
     mask, total = micro.require("loss_mask"), policy.loss
     metrics.sum(ACCEPTED_TOKENS, mask)
@@ -67,6 +67,6 @@ def micro_batch_loss(module: ActorCriticModule, micro: MiniBatch, metrics: Metri
 
 
 def _values(module: ActorCriticModule, micro: MiniBatch) -> Tensor:
-    """``[B, R]`` of a critic that is a model of its own."""
+    """Values ``[B, R]`` of a separate critic model."""
     ids, mask = micro.concatenated()
     return module.critic(ids, mask, micro.response_ids.shape[1])[:, :-1]  # type: ignore[misc]

@@ -13,7 +13,7 @@ from lightning_rlhf.settings import GroupSettings, OptimizerSettings
 
 
 def default_group(name: str, part: nn.Module, settings: GroupSettings) -> dict[str, Any]:
-    """The group of a part of the policy, of its parameters that are trained."""
+    """The optimiser group of a part's trainable parameters."""
     return {
         "name": name,
         "params": [p for p in part.parameters() if p.requires_grad],
@@ -33,7 +33,7 @@ def make_optimizer(groups: Sequence[Mapping[str, Any]], settings: OptimizerSetti
 def take_settings(
     groups: Sequence[dict[str, Any]], fresh: Sequence[Mapping[str, Any]], settings: OptimizerSettings
 ) -> None:
-    """Give the groups of a restored optimiser, which bring the settings they were saved with, those in force now."""
+    """Replace the settings that a restored optimiser's groups were saved with by the current ones."""
     for group, now in zip(groups, fresh, strict=True):
         group.update({key: value for key, value in now.items() if key not in ("params", "lr")})
         group["initial_lr"] = now["lr"]
@@ -49,14 +49,14 @@ def set_rates(
     step: float,
     total: int,
 ) -> None:
-    """Set each group's learning rate where the schedule has come to.
+    """Set each group's learning rate by the schedule.
 
     Args:
         groups: with ``initial_lr`` and ``warmup_iterations``.
         settings: the schedule.
-        scale: factor on all of them.
+        scale: factor on all learning rates.
         progress: iterations done, with a fraction.
-        step: what one optimiser step adds to it.
+        step: what one optimiser step adds to ``progress``.
         total: iterations of the run, where the schedule ends.
     """
     for group in groups:

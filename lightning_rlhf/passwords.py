@@ -16,7 +16,7 @@ def hidden(text: str) -> str:
 
 
 def without(address: str) -> str:
-    """The address as it may be written down. A web address loses the user as well, who is no part of its name."""
+    """The address without its password, to be saved or logged. A web address loses the user name as well."""
     return IN_ADDRESS.sub("" if address.startswith("http") else r"\1@", address)
 
 

@@ -1,7 +1,7 @@
-"""Low precisions that a device has no arithmetic for are replaced, or refused, before anything is built.
+"""Replaces or refuses low precisions that the device has no arithmetic for, before anything is built.
 
 A CPU without bfloat16 instructions still computes in it, by conversion: a matrix product took 55 times as long as in
-float32. So nothing fails, and a run of minutes takes a day.
+float32. Nothing fails, but a run of minutes takes a day.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightning_rlhf.accelerators import device as devices
 from lightning_rlhf.schema import ConfigError, Problem, get
 
 KEY = "unsupported_precision"
-"""The key of the configuration that decides."""
+"""Configuration key: ``replace`` or ``refuse``."""
 
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -25,7 +25,7 @@ TRAINER = {
     "bf16-mixed": (torch.bfloat16, ["32-true"]),
     "bf16": (torch.bfloat16, ["32-true"]),
     "bf16-true": (torch.bfloat16, ["32-true"]),
-    # Weights stay float32 under autocast, so bfloat16 loses nothing that is kept.
+    # Weights stay float32 under autocast, so bfloat16 loses no stored digits.
     "16-mixed": (torch.float16, ["bf16-mixed", "32-true"]),
     "16": (torch.float16, ["bf16-mixed", "32-true"]),
     # bfloat16 would round weights of float16; float32 holds both exactly.
@@ -42,8 +42,8 @@ class Replaced:
         key: dotted, such as ``trainer.precision``.
         value: as configured.
         use: what is used in its place.
-        device: of the computation.
-        name: of the arithmetic that is missing.
+        device: the device of the computation.
+        name: the arithmetic that is missing.
     """
 
     key: str
@@ -63,7 +63,7 @@ class Replaced:
 def fit(config: dict[str, Any]) -> tuple[dict[str, Any], list[Replaced]]:
     """The configuration with precisions that this machine has arithmetic for.
 
-    Looked at are ``trainer.precision``, ``model.source.dtype``, ``rollout.dtype`` and every ``dtype`` of a reward.
+    Checks ``trainer.precision``, ``model.source.dtype``, ``rollout.dtype`` and every ``dtype`` of a reward.
 
     Args:
         config: plain containers, as :func:`lightning_rlhf.schema.check` returns them; not changed.
@@ -95,12 +95,12 @@ def fit(config: dict[str, Any]) -> tuple[dict[str, Any], list[Replaced]]:
 
 
 def fit_dtype(key: str, value: str, device: torch.device | None = None) -> Replaced | None:
-    """What replaces one ``dtype``; ``None`` where ``device``, or the accelerator that is there, computes in it.
+    """The replacement of one ``dtype``; ``None`` if ``device`` (by default the accelerator) computes in it.
 
     Args:
-        key: what the value is called.
+        key: dotted key of the value.
         value: ``float32``, ``bfloat16``, ``float16``, ``auto``, ...
-        device: that computes; ``None`` for the accelerator that is there, or the CPU.
+        device: device that computes; ``None`` for the accelerator, or the CPU if there is none.
     """
     device = device or devices.current()
     if value not in HALVES or devices.computes_in(device, HALVES[value]):
@@ -109,7 +109,7 @@ def fit_dtype(key: str, value: str, device: torch.device | None = None) -> Repla
 
 
 def _of_trainer(config: Mapping[str, Any]) -> Iterator[Replaced]:
-    """The Trainer's precision. Lightning itself takes bf16 for 16-mixed on any CPU, whether that has it or not."""
+    """The Trainer's precision. Lightning itself uses bf16 for 16-mixed on any CPU, supported or not."""
     value = get(config, "trainer.precision")
     if str(value) not in TRAINER:
         return

@@ -1,4 +1,4 @@
-"""Messages of other libraries that tell the user of an ordinary run nothing; each is silenced by its own words."""
+"""Messages of other libraries that tell the user of an ordinary run nothing; each is matched by its text."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ LOG_MESSAGES = (
     "TPU available: False",
     "HPU available: False",
     "💡 Tip:",
-    # What is loaded is loaded with weights_only=True; this is about the checkpoint hooks of a fit without a checkpoint.
+    # Checkpoints are loaded with weights_only=True; this is about the checkpoint hooks of a fit without a checkpoint.
     "`weights_only` was not set",
-    # Said before, with the iteration.
+    # The run prints this itself, with the iteration.
     "Restoring states from the checkpoint path at",
     "Restored all states from the checkpoint at",
     # The whole run is one epoch; `iterations` is its length.
@@ -29,15 +29,15 @@ LOGGERS = ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch.trainer.c
 WARNINGS = (
     # Lightning's own use of a PyTorch function.
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
-    # The frozen reference model is meant to be.
+    # The frozen reference model is in eval mode on purpose.
     r"Found \d+ module\(s\) in eval mode at the start of training",
     # vLLM opens a process group of one; the module reduces what it logs itself.
     r"It is recommended to use `self.log\('[\w/]+', ..., sync_dist=True\)`",
     # A checkpoint in a folder is read by one process.
     r"torch.distributed is disabled, unavailable or uninitialized, assuming the intent is to load in a single process",
-    # No output of actor or critic is changed in place.
+    # No code changes outputs of actor or critic in place.
     r"FSDP2-wrapped module \(FSDP\w+\) returned a view tensor",
-    # vLLM looks through all of PyTorch for functions of Triton.
+    # vLLM searches all of PyTorch for Triton functions.
     r"`torch.distributed.reduce_op` is deprecated",
     # Prompts are tokenised once; a data loader with worker processes would gain nothing.
     r"The '\w+_dataloader' does not have many workers",
@@ -54,7 +54,7 @@ class _Unimportant(logging.Filter):
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the messages above inside."""
+    """Silence the messages above inside this context."""
     unimportant = _Unimportant()
     for name in LOGGERS:
         logging.getLogger(name).addFilter(unimportant)
@@ -69,21 +69,21 @@ def quiet() -> Iterator[None]:
 
 
 def quiet_libraries() -> None:
-    """Before PyTorch is imported: no warnings of its C++ code, such as of NUMA nodes when vLLM starts on a CPU.
+    """Silence warnings of PyTorch's C++ code, such as of NUMA nodes when vLLM starts on a CPU; call before its import.
 
-    Errors are still told, and a level that the user has set stays.
+    Errors are still printed, and a level set by the user stays.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def quiet_loading() -> None:
-    """No bar for weights that are read from a disk; one for a download stays where the output is a terminal."""
+    """No progress bar for loading weights from disk; downloads keep theirs on a terminal."""
     from huggingface_hub.utils import enable_progress_bars
     from transformers import modeling_gguf_pytorch_utils
     from transformers.utils import logging as messages
 
-    modeling_gguf_pytorch_utils.tqdm = messages.tqdm  # the one that can be switched off
-    messages.disable_progress_bar()  # it takes those of downloads along
+    modeling_gguf_pytorch_utils.tqdm = messages.tqdm  # this tqdm can be switched off
+    messages.disable_progress_bar()  # disables the bars of downloads, too
     if sys.stderr.isatty() and "HF_HUB_DISABLE_PROGRESS_BARS" not in os.environ:
         enable_progress_bars()
 
@@ -94,10 +94,10 @@ def log_once() -> None:
 
 
 def quiet_ray() -> None:
-    """In a process that Ray has started: silence what tells the user of a training nothing."""
+    """In a process started by Ray: silence log lines that do not concern the user."""
     for name in (
-        "execution.controller.placement_group_cleaner",  # asks a part of Ray that is not installed, once a second
+        "execution.controller.placement_group_cleaner",  # polls a part of Ray that is not installed, once a second
         "callbacks.backend_setup",  # a traceback about a lost worker; ray_watch says which and what follows
     ):
-        # A filter: Ray sets the levels afterwards.
+        # A filter, as Ray sets the levels afterwards.
         logging.getLogger(f"ray.train.v2._internal.{name}").addFilter(lambda record: record.levelno >= logging.ERROR)

@@ -21,7 +21,7 @@ from lightning_rlhf.runs.resume import read_content, read_settings
 
 
 def run(plain: dict[str, Any]) -> dict[str, float]:
-    """The training in one process, alone or beside others that do the same.
+    """Train in this process, alone or as one of several.
 
     Args:
         plain: as :func:`lightning_rlhf.schema.check` returns it; ``resume`` is a checkpoint or null.
@@ -52,7 +52,7 @@ def _run(plain: dict[str, Any]) -> dict[str, float]:
         if checkpoint is not None:
             tell(trainer.loggers, "log_start", read_settings(checkpoint)[1])
         log_config(trainer.loggers, plain)
-        # A resumed run has its weights only once fit begins.
+        # A resumed run loads its weights only in ``fit``.
         before = held_out(trainer, parts) if checkpoint is None else {}
         try:
             trainer.fit(parts.module, datamodule=parts.datamodule, ckpt_path=checkpoint, weights_only=True)
@@ -66,7 +66,7 @@ def _run(plain: dict[str, Any]) -> dict[str, float]:
 
 
 def introduce(config: dict[str, Any], replaced: Sequence[precision.Replaced] = ()) -> None:
-    """What a user should know before the work starts."""
+    """Print what the user should know before the training starts."""
     for text in [*replaced, *schema.warnings(config)]:
         say(f"note: {text}")
     if config.get("warmup") and config.get("resume") is None:
@@ -74,12 +74,12 @@ def introduce(config: dict[str, Any], replaced: Sequence[precision.Replaced] = (
     elif config.get("warmup"):
         say("the supervised warm-up of the run's start gives the reference model again")
     batch = schema.batch_sizes_of(config)
-    if batch is not None:  # an engine or data module of one's own may name its sizes otherwise
+    if batch is not None:  # a custom engine or data module may name its sizes differently
         say(str(batch))
 
 
 def refuse_other_data(parts: Parts, checkpoint: Path) -> None:
-    """Before anything of the run is opened: a data module that knows its data says whether it is the checkpoint's.
+    """Before loggers are opened: ask the data module whether its data is that of the checkpoint.
 
     Raises:
         InputError: it is not, and ``resume_on_other_data`` is not set.
@@ -97,7 +97,7 @@ def held_out(trainer: Trainer, parts: Parts) -> dict[str, float]:
 
 
 def closing_lines(parts: Parts, trainer: Trainer, before: dict[str, float], after: dict[str, float]) -> list[str]:
-    """What the run came to, and where it is."""
+    """The last lines of a run: its held-out scores, why it stopped early, and its folder."""
     lines = []
     for name in parts.module.reward.terms:
         if f"eval/{name}" in after:

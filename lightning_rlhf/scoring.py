@@ -65,7 +65,7 @@ def score_rewards(
 
 
 def as_written(tokenizer: PreTrainedTokenizerBase, ids: list[list[int]], end_ids: Collection[int] = ()) -> list[str]:
-    """The text of each response without the end and padding tokens behind it; nothing else is left out or cleaned up.
+    """The text of each response without trailing end and padding tokens; nothing else is removed or cleaned up.
 
     Args:
         tokenizer: of the policy.
@@ -100,7 +100,7 @@ def score_experience(
         temperature: of sampling; both models are scored under it.
         budget: tokens (padding included) of one forward pass.
         old_policy: score the actor. Otherwise the engine's log-probabilities are the old ones, there is no entropy, and
-            of the actor only what a critic on its trunk needs is computed.
+            the actor computes only the hidden states for a critic on its trunk.
     """
     mask, device = experience.response_mask, experience.response_ids.device
     rows_total, columns_total = mask.shape
@@ -109,7 +109,7 @@ def score_experience(
     values = torch.zeros(rows_total, columns_total + 1, dtype=torch.float32, device=device)
     shared = isinstance(critic, SharedCritic)
     parts = list(split_by_tokens(experience, experience.lengths(), budget))
-    for index, part in in_step(actor, parts, parts[-1]):  # to score a part again changes nothing
+    for index, part in in_step(actor, parts, parts[-1]):  # scoring a part again changes nothing
         rows, columns = index.to(device), part.response_ids.shape[1]
         ids, attention = part.concatenated()
         hidden = None
@@ -146,7 +146,7 @@ def compute_advantages(
     Args:
         experience: scored; filled in place.
         settings: of the module.
-        beta: KL coefficient in force; used here only where the penalty belongs to the reward.
+        beta: current KL coefficient; part of the rewards only with ``kl.placement=reward``.
         moments: of all scores so far, for ``normalise: running``; updated.
         metrics: receives the KL to the reference.
     """
@@ -159,7 +159,7 @@ def compute_advantages(
         per_sequence = kl.masked_fill(~mask, 0.0).sum(-1)
         metrics.mean("kl/ref", kl, valid)
         metrics.mean("kl/ref_sequence", per_sequence, rows)
-        # Where the reference has no mass the KL is infinite, and 0 times it is not a number.
+        # Where the reference's probability is 0 the KL is infinite, and 0 * inf is NaN.
         taken, weighed = (c * per_sequence if c else torch.zeros_like(per_sequence) for c in (penalty, beta))
         metrics.mean("kl/reward_penalty", -taken, rows)
         metrics.mean("reward/total_with_kl", experience.require("scores") - weighed, rows)
@@ -199,7 +199,7 @@ def _estimate(experience: Experience, rewards: Tensor, settings: AdvantageSettin
 
 
 def process_scores(scores: Tensor, rows: Tensor, settings: RewardSettings, moments: RunningMoments) -> Tensor:
-    """Clip and normalise the sequence rewards ``[B]`` over the rows that take part; KL penalties are not touched."""
+    """Clip and normalise the sequence rewards ``[B]`` over ``rows``; KL penalties are not touched."""
     if settings.clip is not None:
         scores = scores.clamp(-settings.clip, settings.clip)
     if settings.normalise == "batch":

@@ -31,20 +31,20 @@ DEFAULTS: dict[str, str] = {
     "token_file": "",
     "weights_from": "",
 }
-"""What the verb takes beside the run's own keys; empty: from the configuration, or vLLM's own choice."""
+"""Options of ``serve`` beside the run's keys; an empty value: from the configuration, or vLLM's default."""
 
 OWN_OPTIONS = ("--host", "--api-key")
-"""Options of vLLM that are not handed over: the address is checked here, a key would show in the process list."""
+"""vLLM options that users may not pass on: the address is checked here, a key would show in the process list."""
 
 EXTENSION = "lightning_rlhf.rollout.vllm_worker.WeightReceiver"
 
 
 def serve(options: Mapping[str, str], overrides: Sequence[str], extra: Sequence[str] = ()) -> None:
-    """Become a vLLM server; does not return.
+    """Replace this process by a vLLM server; does not return.
 
     Its weights are random until a run sends its own: no checkpoint is read, so model sources that vLLM cannot load
-    (GGUF files, the quickstart's model) are served, too. Every path but ``/health`` asks for the token; without one
-    only an address of this machine alone is listened on.
+    (GGUF files, the quickstart's model) are served, too. Every path but ``/health`` requires the token; without a token
+    the server listens on a loopback address only.
 
     Args:
         options: values for keys of :data:`DEFAULTS`.
@@ -64,7 +64,7 @@ def serve(options: Mapping[str, str], overrides: Sequence[str], extra: Sequence[
         if (name := word.partition("=")[0].replace("_", "-")) in OWN_OPTIONS:
             raise schema.InputError(f"{name} is not allowed after --: give host= or token_file= before it")
     doors = doors_of(config, chosen)
-    # The last one of each counts, and the last middleware is the outermost.
+    # vLLM takes the last value of an option, and the last middleware is the outermost.
     last = ["--host", chosen["host"], "--middleware", token_check.MIDDLEWARE]
     arguments = [*command(config, options, model_to_serve(config["model"]["source"])), *extra, *last]
     print(shlex.join([*(f"{name}={value}" for name, value in doors.items()), *arguments]), flush=True)
@@ -78,7 +78,7 @@ def serve(options: Mapping[str, str], overrides: Sequence[str], extra: Sequence[
 
 
 def doors_of(config: Mapping[str, Any], chosen: Mapping[str, str]) -> dict[str, str]:
-    """Environment of the server that decides who may use it and where weights come from; the token is not in it.
+    """Environment variables that decide who may use the server and where weights come from, without the token itself.
 
     Args:
         config: the run's, as :func:`lightning_rlhf.schema.check` returns it.
@@ -104,7 +104,7 @@ def doors_of(config: Mapping[str, Any], chosen: Mapping[str, str]) -> dict[str, 
             f"Give token_file=FILE or {token_check.TOKEN}, or host=127.0.0.1"
         )
     doors = {
-        # Opens the end points for weights; token_check.TokenCheck stands before them.
+        # Enables the endpoints for weights; token_check.TokenCheck guards them.
         "VLLM_SERVER_DEV_MODE": "1",
         token_check.WEIGHTS_FROM: weights_from,
     }
@@ -136,14 +136,14 @@ def command(config: Mapping[str, Any], options: Mapping[str, str], model: str) -
         "tensor-parallel-size": chosen["tensor_parallel_size"],
         "load-format": "dummy",
         "logprobs-mode": "processed_logprobs",
-        # Not the checkpoint's: sampling is what the run's configuration says.
+        # Not the model's generation_config.json: the run's configuration decides the sampling.
         "generation-config": "vllm",
         "worker-extension-cls": EXTENSION,
     }
     longest_prompt, longest_response = config["data"].get("max_prompt_tokens"), config["rollout"]["max_new_tokens"]
     if chosen["max_model_len"]:
         pairs["max-model-len"] = chosen["max_model_len"]
-    elif longest_prompt is not None:  # else vLLM takes what the model allows
+    elif longest_prompt is not None:  # else vLLM's default, the model's limit
         pairs["max-model-len"] = str(longest_prompt + longest_response)
     if chosen["gpu_memory_utilization"]:
         pairs["gpu-memory-utilization"] = chosen["gpu_memory_utilization"]
@@ -158,7 +158,7 @@ def command(config: Mapping[str, Any], options: Mapping[str, str], model: str) -
 
 
 def _dtype(config: Mapping[str, Any], chosen: str) -> str:
-    """What this machine's vLLM computes in: as chosen, else as the weights, if there is arithmetic for it."""
+    """The dtype of vLLM: the chosen one, else that of the weights; replaced if this machine lacks its arithmetic."""
     key = "dtype" if chosen else "model.source.dtype"
     value = chosen or config["model"]["source"].get("dtype", "auto")
     replaced = precision.fit_dtype(key, value)
@@ -185,7 +185,7 @@ def export_outline(loaded: LoadedModel, cache: Path | None = None) -> str:
 
     Args:
         loaded: the model.
-        cache: folder of such folders; ``None``: in the user's cache.
+        cache: parent folder; ``None``: in the user's cache.
     """
     loaded.lm.config.architectures = [type(loaded.lm).__name__]
     content = f"{loaded.lm.config.to_json_string()}{sorted(loaded.tokenizer.get_vocab().items())}"

@@ -74,7 +74,7 @@ class AdvantageSettings:
     normalise_std: bool = True
     """grpo: divide by the group's standard deviation (off: Dr. GRPO)."""
     bootstrap_truncated: bool = False
-    """Responses cut at the length limit are valued with the critic's value of the state after the last token."""
+    """Bootstrap responses cut at the length limit with the critic's value of the state after the last token."""
 
     def __post_init__(self) -> None:
         _one_of("module.advantage", self, "estimator", ESTIMATORS)
@@ -101,7 +101,7 @@ class LossSettings:
 
     clip_low: float = 0.2
     clip_high: float = 0.2
-    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; clip-higher (DAPO) sets the second one larger."""
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; clip-higher (DAPO) sets ``clip_high`` larger."""
     dual_clip: float | None = None
     """Lower bound -A * dual_clip of the objective for negative advantages (Ye et al. 2020); null: off."""
     ratio_level: RatioLevel = "token"
@@ -127,7 +127,7 @@ class LossSettings:
 
 @dataclass(frozen=True)
 class KLSettings:
-    """The leash to the reference model."""
+    """The KL penalty to the reference model."""
 
     coefficient: float = 0.02
     """beta; the start value where a callback steers the knob ``kl_coefficient``."""
@@ -226,8 +226,8 @@ def build(
     Args:
         kind: the dataclass.
         block: dotted key of the block, for errors.
-        values: the block; or an object of settings, which is taken as it is.
-        defaults: of keys that the block lacks; null takes the dataclass's own.
+        values: the block; or an object of ``kind``, which is returned as it is.
+        defaults: of keys that the block lacks; ``None``: the dataclass's own.
     """
     if isinstance(values, kind):
         return values
@@ -256,12 +256,12 @@ def build(
 
 
 def _with_bounds(kind: type[Any], values: Mapping[str, Any], name: str, allowed: str) -> str:
-    """What is allowed, with the bounds that the block's own check adds to the kind of value, where it gets that far."""
+    """What is allowed, with the bounds from the dataclass's own check, if that check reaches this key."""
     try:
         kind(**values)
     except SettingError as error:
         if error.key.rpartition(".")[2] == name and error.allowed.startswith(allowed):
             return error.allowed
     except (TypeError, ValueError, AttributeError):
-        pass  # of a kind that the check did not expect, which the caller is about to say
+        pass  # the check fails on a value of this type; the caller reports the type
     return allowed

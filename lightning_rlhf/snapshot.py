@@ -1,4 +1,4 @@
-"""Copies of what is trained, to return to."""
+"""Copies of trained weights and optimiser state, for rollbacks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_rlhf.models.sharding import placed
 
 @dataclass
 class Snapshot:
-    """A copy of trained weights and, in two of the three scopes, of the optimiser's state, to return to.
+    """A copy of trained weights and, in two of the three scopes, of the optimiser's state.
 
     Attributes:
         weights: of the parameters, in the optimiser's order.
@@ -32,10 +32,10 @@ class Snapshot:
     @classmethod
     @torch.no_grad()
     def of(cls, scope: Scope, optimizer: Any, over: Snapshot | None = None) -> Snapshot:
-        """A copy for ``scope``: of the actor's weights alone, or of everything; into the memory of ``over``."""
+        """Copy what ``scope`` needs: the actor's weights alone, or everything; reuses the memory of ``over``."""
         groups = ["actor"] if scope == "actor" else None
         parameters = _parameters(optimizer, groups)
-        # One from a checkpoint may lie on the CPU, or be whole, and gives way to one that lies as the parameters do.
+        # A copy from a checkpoint may be on the CPU or unsharded: then make a new one, placed like the parameters.
         if over is None or not all(_lie_alike(w, p) for w, p in zip(over.weights, parameters, strict=True)):
             weights = [p.detach().clone() for p in parameters]
         else:

@@ -26,10 +26,10 @@ def train(
     """Run one training from a composed configuration.
 
     Args:
-        config: as composed by Hydra from ``conf/train.yaml``. With ``resume`` in it the run goes on under its own
-            settings, changed by what differs here from the shipped defaults.
-        resumption: how to go on, where that is planned already; then only the folder is taken from ``config``.
-        composition: the overrides that ``config`` was composed from, for whoever goes on with this run.
+        config: as composed by Hydra from ``conf/train.yaml``. With ``resume`` the run keeps its own settings, changed
+            by those that differ here from the shipped defaults.
+        resumption: how to resume, if already planned; then only the folder is taken from ``config``.
+        composition: the overrides that ``config`` was composed from, recorded for a later resume.
 
     Returns:
         The last value of every metric; those of the held-out prompts (``eval/...``) are from after training.
@@ -37,7 +37,7 @@ def train(
     Raises:
         ConfigError: the configuration cannot work; nothing was started.
         InputError: a part cannot be built as configured (a malformed data row, a missing package, ...); the folder
-            belongs to another run, or one is at work in it.
+            belongs to another run, or a run is active in it.
     """
     resumption = resumption or _planned(config, composition)
     if resumption is None:
@@ -82,7 +82,7 @@ def _planned(config: DictConfig, composition: Composition | None) -> Resumption 
 
 
 def _begin(plain: dict[str, Any], resumption: Resumption | None, composition: Composition, locks: ExitStack) -> None:
-    """The folder is this run's alone, and the start is noted there."""
+    """Lock the output folder for this run, and record the start there."""
     folder = Path(plain["output_dir"])
     locks.enter_context(run_folder.locked(folder))
     checkpoints = run_folder.checkpoint_folder(plain)

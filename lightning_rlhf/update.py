@@ -49,12 +49,12 @@ class UpdateLoop:
         self._copies: dict[Scope, Snapshot] = {}
 
     def run(self, experience: Experience) -> UpdateStats:
-        """All epochs on this experience, as far as control allows. The metrics of the update stay in ``metrics``."""
+        """Train on this experience for all epochs, unless callbacks end them early; ``metrics`` holds the metrics."""
         module, control = self.module, self.module.control
         self.metrics = MetricBatch()
         trainer: Any = module.trainer
         scopes = {scope for callback in trainer.callbacks for scope in getattr(callback, "rollback_scopes", ())}
-        self._obey_rollback()  # asked for in on_experience_ready: undoes the update before
+        self._obey_rollback()  # requested in on_experience_ready: undoes the previous update
         actor = self._copies.get("actor")
         self._copies = {scope: Snapshot.of(scope, self.optimizer) for scope in scopes if scope == "iteration"}
         if "actor" in scopes:
@@ -101,7 +101,7 @@ class UpdateLoop:
         return self.module.optimizers()
 
     def state_dict(self) -> dict[str, Any]:
-        """The copy of the actor that outlives an iteration, where a callback wants one."""
+        """The copy of the actor's weights that is kept between iterations, if a callback needs it."""
         return {"actor": self._copies["actor"].weights if "actor" in self._copies else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -114,12 +114,12 @@ class UpdateLoop:
         done: list[MinibatchStats] = []
         for index, (rows, lengths, scale) in enumerate(plan.epoch(epoch)):
             if scale.tokens == 0:
-                # Everything was rejected: an event to count, not a step. Weight decay and momentum must not act either.
+                # All tokens were rejected: counted, but no step, as weight decay and momentum would move the weights.
                 control.counts["empty_minibatches"] += 1
                 continue
             if len(rows):
                 minibatch = MiniBatch.from_experience(experience, rows, scale)
-            else:  # fewer rows than ranks: this rank goes along on a row that counts for nothing
+            else:  # fewer rows than ranks: this rank computes on a row with an empty loss mask
                 minibatch, lengths = plan.idle(experience, scale)
             if undo_step:
                 self._copies["minibatch"] = Snapshot.of("minibatch", self.optimizer)
@@ -137,10 +137,10 @@ class UpdateLoop:
     def _minibatch(
         self, minibatch: MiniBatch, lengths: list[tuple[int, int]], epoch: int, index: int
     ) -> MinibatchStats:
-        """One step, or what stands in its way.
+        """Gradients, callbacks, and the optimiser step unless it is skipped.
 
-        Where rejection follows the moving policy, all tokens of the minibatch may turn out to be rejected: then there
-        is nothing to learn, and no step, as weight decay, momentum and terms of other losses would move the weights.
+        If rejection depends on the current policy, it may reject all tokens of the minibatch. Then no step is taken, as
+        weight decay, momentum and terms of other losses would move the weights.
         """
         module, control, optimizer = self.module, self.module.control, self.optimizer
         emit(module, "on_minibatch_start", minibatch)
@@ -150,7 +150,7 @@ class UpdateLoop:
         norms = gradient_norms(optimizer)
         for name, norm in norms.items():
             batch.max(f"grad_norm/{name}", norm / scale)
-        # Counted apart: the largest over ranks need not be NaN where one rank's norm is.
+        # Counted separately: the maximum over ranks need not be NaN if one rank's norm is.
         batch.sum(BROKEN_NORMS, torch.stack([~norm.isfinite() for norm in norms.values()]))
         numbers = batch.compute()
         stats = _minibatch_stats(module, numbers, epoch, index)
@@ -176,9 +176,9 @@ class UpdateLoop:
     def _gradients(self, minibatch: MiniBatch, lengths: list[tuple[int, int]]) -> MetricBatch:
         """Gradients and metrics of the whole minibatch; if memory runs out, again from its start in smaller pieces.
 
-        Whether memory ran out on any rank is agreed outside the backward passes, so that all of them repeat together.
-        With a sharded model nothing can be agreed: the others wait inside a forward or backward pass, for weights that
-        come from all ranks, and the size is fixed.
+        Outside the backward passes the ranks agree whether memory ran out on any of them, so that all repeat together.
+        With a sharded model they cannot agree: the others wait for gathered weights inside a forward or backward pass.
+        There the micro-batch size is fixed.
 
         Raises:
             OutOfMemory: a single sequence does not fit, or the model is sharded.
@@ -224,7 +224,8 @@ class UpdateLoop:
             parts = [part for _, part in split_by_tokens(minibatch, lengths, budget, self.settings.micro_batch_size)]
             for micro in in_step(module.actor, parts, without_loss(parts[-1])):
                 tried.rows, tried.tokens = len(micro), micro.response_mask.numel() + micro.prompt_mask.numel()
-                # The losses of all ranks add up to the minibatch's; gradients are averaged over ranks.
+                # The losses of all ranks sum to the minibatch's loss, but gradients are averaged over ranks: hence
+                # ``world``.
                 module.manual_backward(module.micro_batch_loss(micro, batch) * world)
         return batch
 
@@ -234,7 +235,7 @@ class UpdateLoop:
         control.counts["nonfinite_steps"] += 1
         scaler = getattr(self.module.trainer.precision_plugin, "scaler", None)
         if scaler is not None and scale > 1:
-            # A float16 overflow is how the scaler finds its scale; it never sees a step that is not taken.
+            # The scaler lowers its loss scale after overflows, but does not see skipped steps: lower it here.
             scaler.update(scale * scaler.get_backoff_factor())
         value = "" if self.module.critic is None else f", value loss {stats.value_loss:g}"
         rank_zero_warn(
@@ -275,14 +276,14 @@ class UpdateLoop:
 
 @dataclass
 class Tried:
-    """The micro-batch that was last begun."""
+    """Size of the micro-batch that was last started."""
 
     rows: int = 0
     tokens: int = 0
 
 
 def _minibatch_stats(module: ActorCriticModule, numbers: dict[str, float], epoch: int, index: int) -> MinibatchStats:
-    """What callbacks are told; takes the two counts that are no metrics out of the numbers."""
+    """The stats for callbacks; removes the two counts that are no metrics from ``numbers``."""
     broken, tokens = numbers.pop(BROKEN_NORMS), numbers.pop(ACCEPTED_TOKENS)
     norms = {k.removeprefix("grad_norm/"): v for k, v in numbers.items() if k.startswith("grad_norm/")}
     losses = [numbers[name] for name in ("ppo/policy_loss", "ppo/value_loss") if name in numbers]

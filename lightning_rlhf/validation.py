@@ -1,4 +1,4 @@
-"""Greedy answers to held-out prompts, on ranks that may have different numbers of them."""
+"""Greedy answers to held-out prompts; ranks may have different numbers of prompts."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _Result = TypeVar("_Result")
 class Evaluation:
     """One evaluation, batch by batch.
 
-    Nothing is communicated between the batches of ranks, but where sharded weights have to be gathered; there a rank
-    that has gone through its batches takes part until the last one has. An error of one rank is raised on all, at the
-    end: those that wait in a collective could not be told before.
+    Ranks communicate between batches only to gather sharded weights; then a rank that has finished its batches takes
+    part until the last rank has finished. An error on one rank is raised on all at the end, as ranks waiting in a
+    collective cannot be told earlier.
 
     Args:
         module: generates and scores.
@@ -62,7 +62,7 @@ class Evaluation:
             with self._rollouts.weights():
                 continue
         together(self._raise)
-        # A rank without a prompt knows no name, and a reward may give a term for some prompts only.
+        # A rank without prompts has no names, and a reward may return a term for some prompts only.
         names = {name for names in gather_objects(sorted(self._numbers)) for name in names}
         nothing = torch.zeros(0, device=self._module.device)
         metrics = MetricBatch()
@@ -80,13 +80,13 @@ class Evaluation:
             self._numbers[name].append(values.float())
 
     def _another_batch(self, mine: bool) -> bool:
-        """Whether any rank goes through a batch now; asked where all have to take part in it."""
+        """Whether any rank has another batch, if all must take part in it; else whether this rank has."""
         if not self._rollouts.gathers:
             return mine
         return largest_over_ranks([float(mine)], self._module.device) > [0.0]
 
     def _attempt(self, work: Callable[[], _Result]) -> _Result | None:
-        """With several ranks the first error is kept for the end, and there is no work after it."""
+        """With several ranks, keep the first error for :meth:`finish` and skip all further work."""
         if place()[1] == 1:
             return work()
         try:
@@ -101,7 +101,7 @@ class Evaluation:
 
 
 def _numbers_of(answers: Experience) -> dict[str, Tensor]:
-    """Every term of the reward, ``[B]``, and what else is reported of answers."""
+    """Every term of the reward, ``[B]``, and the other metrics of the answers."""
     numbers = {"eval/reward_mean": answers.require("scores")}
     numbers |= {f"eval/{name}": term for name, term in answers.components.items()}
     numbers["eval/response_length_mean"] = answers.response_lengths

@@ -1,7 +1,7 @@
 """Supervised warm-up: a freshly built model learns the task's format before PPO, so that some answers earn a reward.
 
-It is computed in float32 whatever the weights are stored in: in float16 Adam's epsilon of 1e-8 is 0, and a step divides
-by it.
+It is computed in float32 whatever the weights are stored in: in float16 Adam's epsilon of 1e-8 rounds to 0, so a step
+may divide by 0.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ RATE_WANTED = (
 
 @dataclass(frozen=True)
 class WarmUp:
-    """What the warm-up came to.
+    """Result of the warm-up.
 
     Attributes:
         steps: optimiser steps taken.
@@ -86,10 +86,10 @@ def warm_up(
         lr: peak learning rate of AdamW; it decays to 0 on a cosine over ``steps``. ``None`` is refused: what suits a
             random model destroys a pre-trained one.
         target: stop as soon as the mean loss of a step is below this; ``None`` runs all steps.
-        answer_field: column of the answer; or several with their shares, one of which is drawn each time a row is
-            shown, for a model that knows the answer and gives another one by habit.
+        answer_field: column of the answer; or several columns with their shares: one is drawn each time a row is shown,
+            for a model that knows the right answer but often gives another.
         cache_dir: folder of the cache; ``None`` is ``$LIGHTNING_RLHF_CACHE`` or ``~/.cache/lightning_rlhf``.
-        seed: of the order of the rows and of what is drawn.
+        seed: of the order of the rows and of the drawn answer columns.
 
     Raises:
         ValueError: a setting is out of range, a training row has no answer, or loss or weights became NaN or infinite;
@@ -135,7 +135,7 @@ def encode(prompts: Sequence[Prompt], loaded: LoadedModel, answer_field: str) ->
         answers.append(answer)
     try:
         encoded = loaded.tokenizer(answers, add_special_tokens=False)["input_ids"]
-    except Exception:  # a tokenizer of Rust raises this very class
+    except Exception:  # fast tokenizers raise plain Exception
         for prompt, answer in zip(prompts, answers, strict=True):
             refuse_unknown_characters(loaded.tokenizer, answer, str(prompt.row[SOURCE_KEY]))
         raise
@@ -144,7 +144,7 @@ def encode(prompts: Sequence[Prompt], loaded: LoadedModel, answer_field: str) ->
 
 
 def announcement(settings: Mapping[str, Any]) -> str:
-    """Lines that cannot be overlooked: what is about to be trained before PPO, and how to leave it out."""
+    """A prominent note: what is trained before PPO, and how to switch it off."""
     given = {name: settings.get(name, "?") for name in ("steps", "batch_size", "lr")}
     return (
         f"SUPERVISED WARM-UP BEFORE PPO (warmup=none leaves it out): up to {given['steps']} steps\n"
@@ -166,8 +166,8 @@ def fit(
     """Train ``lm`` in place; returns the steps taken and the mean loss of the last one.
 
     Args:
-        rows: of each prompt its row with each of the answers.
-        shares: how often each of the answers is shown, relative to the others.
+        rows: for each prompt one row per answer column.
+        shares: how often each answer column is shown, relative to the others.
 
     Raises:
         ValueError: a loss is NaN or infinite.
@@ -196,7 +196,7 @@ def fit(
         optimizer.zero_grad(set_to_none=True)
         loss = loss_tensor.item()
         step += 1
-        if step % math.ceil(steps / 10) == 0 and not sys.stdout.isatty():  # a log that is silent for long looks dead
+        if step % math.ceil(steps / 10) == 0 and not sys.stdout.isatty():  # a long silence looks like a hang
             log.info("warm-up: step %d of at most %d, loss %.3f", step, steps, loss)
         if not math.isfinite(loss):
             lm.train(training)
@@ -207,7 +207,7 @@ def fit(
 
 @contextmanager
 def in_float32(lm: PreTrainedModel) -> Iterator[None]:
-    """Parameters are float32 inside and have their own dtypes again afterwards."""
+    """Make parameters float32 inside this context and restore their dtypes afterwards."""
     before = {name: parameter.dtype for name, parameter in lm.named_parameters()}
     try:
         for parameter in lm.parameters():
@@ -255,7 +255,7 @@ def cache_key(lm: PreTrainedModel, rows: Sequence[Sequence[Row]], settings: Mapp
 
 
 def _save(lm: PreTrainedModel, path: Path, steps: int, loss: float) -> None:
-    """Write beside the target and rename: two processes at once both leave a whole file, and the same one."""
+    """Write a temporary file and rename it: two processes at once leave one complete file, with the same content."""
     path.parent.mkdir(parents=True, exist_ok=True)
     metadata = {"steps": str(steps), "loss": repr(loss), "fingerprint": fingerprint(lm)}
     partial = path.with_suffix(f".{os.getpid()}.partial")

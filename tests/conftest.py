@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-# One thread for each process of the tests, those they start included: several pools of threads on few cores wait for
-# each other most of the time. Before torch is imported, as its OpenMP reads it once.
+# One thread for each process of the tests, including those they start: several thread pools on few cores mostly wait
+# for each other. Set before torch is imported, as its OpenMP reads it once.
 os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # several engines would be bound to the same cores
+os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # else several engines share the same cores
 ROOT = Path(__file__).resolve().parents[1]
 # Processes that tests start import this checkout, wherever they run.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -25,7 +25,7 @@ os.environ.setdefault("COLUMNS", "200")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow runs come first, so that none of them is left to one of several workers at the end."""
+    """Files with slow runs come first, so that no worker is left alone with one at the end."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 
@@ -40,7 +40,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """A run sets the number of threads of its configuration, which the next test would go on with."""
+    """Reset the number of threads to 1, as a run sets that of its configuration."""
     yield
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
@@ -48,7 +48,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_tracking_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLflow writes the store it was last told of into the environment, where the next test would find it."""
+    """Remove MLFLOW_TRACKING_URI, which MLflow sets to its last store, from the environment."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
 

@@ -6,8 +6,8 @@
     def test_it(tmp_path):
         first, second = run_ranks(work, 2.0, folder=tmp_path)
 
-The ranks are forked from a process that has the imports of ``tests.support`` behind it, about ten seconds of a core,
-so only the first call of a session pays for them.
+The ranks are forked from a process that has done the imports of ``tests.support``, about ten seconds of a core, so only
+the first call of a session pays for them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch.distributed as dist
 COLLECTIVE_SECONDS = 60
 """A rank that waits this long for another one fails."""
 GRACE_SECONDS = 5
-"""What the other ranks have left to end by themselves once one has failed."""
+"""Seconds in which the other ranks may end by themselves after one has failed."""
 
 
 def run_ranks(
@@ -49,14 +49,14 @@ def run_ranks(
 
     Args:
         folder: an existing folder that no other call uses.
-        process_group: whether a gloo group is there when ``function`` begins; without it, Lightning or ``function``
+        process_group: whether a gloo group exists when ``function`` begins; without it, Lightning or ``function``
             creates one from the environment.
         ends: expected exit code of each rank, 0 if not given; -9 for one that kills itself, whose result is ``None``.
         environment: more variables, set before the module of ``function`` is imported.
-        timeout: seconds for everything; then each rank says where it is and all are killed.
+        timeout: seconds for everything; then each rank prints where it is and all are killed.
 
     Raises:
-        AssertionError: a rank ended otherwise; names what each of them printed last.
+        AssertionError: a rank ended otherwise; the message holds the last output of each.
     """
     expected = list(ends or [0] * world_size)
     # The store lives here, on a port that the kernel chose, so that nobody can take the port before a rank does.
@@ -94,7 +94,7 @@ def run_ranks(
 
 
 def _wait(ranks: list[Any], expected: list[int], timeout: float) -> None:
-    """Until all have ended, or shortly after one has ended in another way than expected."""
+    """Wait until all have ended, or one has ended in an unexpected way."""
     deadline = time.monotonic() + timeout
     failed = False
     while running := [process.sentinel for process in ranks if process.exitcode is None]:

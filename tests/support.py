@@ -124,7 +124,7 @@ def fit(
 
 
 class Recorder(RLHFCallback):
-    """Keeps everything it is told."""
+    """Records all events and stats."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, Any]] = []
@@ -175,7 +175,7 @@ FAST: dict[str, Any] = {"actor": {"lr": 3e-2, "clip_norm": None}, "update": {"ep
 
 
 class DecisionLog(DummyLogger):
-    """A logger that keeps what was decided and why."""
+    """A logger that keeps the decisions with their reasons."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ def part_of(module: ActorCriticModule, name: str) -> dict[str, torch.Tensor]:
 def resume_equals_whole(
     folder: Path, callbacks: Callable[[], list[Callback]], module: Callable[[], ActorCriticModule]
 ) -> list[Any]:
-    """A run of four iterations, and one resumed behind its second, end alike; returns the callbacks of the latter."""
+    """A run of four iterations and one resumed after its second end equal; returns the callbacks of the latter."""
     runs = []
     for resume in (None, folder / "iteration_000002.ckpt"):
         own, checkpoint = callbacks(), IterationCheckpoint(str(folder), every_n_iterations=2, keep=None)

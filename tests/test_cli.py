@@ -1,4 +1,4 @@
-"""The front door: verbs, exit codes, one-screen errors, and configs, callbacks and rewards from a user's own folder."""
+"""The command: verbs, exit codes, one-screen errors, and configs, callbacks and rewards from a user's own folder."""
 
 from __future__ import annotations
 
@@ -343,7 +343,7 @@ def test_full_traceback_on_request(run_tiny, capsys, monkeypatch):
 def test_a_failure_of_a_reward_is_no_bad_input_and_one_screen_with_its_own_lines(
     elsewhere, run_tiny, capsys, monkeypatch
 ):
-    """Term, row, response, the lines of the user's code, and what to do; none of the calls of Lightning."""
+    """It shows term, row, response, the lines of the user's code, and what to do, but no calls of Lightning."""
     code = "def ratio(text):\n    return len(text) / 0\n\n\ndef reward(batch):\n    return [ratio('a')]\n"
     (elsewhere / "broken_reward.py").write_text(code, encoding="utf-8")
     broken = "+reward.terms.broken.reward._target_=broken_reward.reward"

@@ -156,7 +156,7 @@ def what_it_needs(group: str, option: str, tmp_path: Path) -> list[str]:
     return []
 
 
-# Loading SmolLM2 takes long, so its model and its experiment are seen in one iteration only, below.
+# Loading SmolLM2 takes long, so its model and its experiment are tested in one iteration only, below.
 CASES = [(group, option) for group in GROUPS for option in options(group) if not option.startswith("smollm2")]
 
 
@@ -213,7 +213,7 @@ def test_every_experiment_runs_one_iteration(compose, tiny_run, tmp_path, experi
     assert metrics["clock/iteration"] == 1
     assert (tmp_path / "checkpoints" / "iteration_000001.ckpt").is_file()
     assert (tmp_path / "mlflow" / "mlflow.db").is_file()
-    # What the run says of the trained policy is what its checkpoint scores.
+    # The scores that the run prints are those of its checkpoint.
     numbers = evaluate_checkpoint(str(tmp_path))
     assert {"eval/exact_match", "eval/reward_mean", "eval/response_length_mean"} <= numbers.keys()
     assert numbers == pytest.approx({name: metrics[name] for name in numbers}, rel=1e-6)

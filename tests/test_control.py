@@ -41,7 +41,7 @@ def test_a_verb_needs_a_reason(verb: str) -> None:
 
 
 @pytest.mark.parametrize("verb", ["skip_step", "rollback"])
-def test_a_verb_where_nothing_obeys_it_is_refused(verb: str) -> None:
+def test_a_verb_outside_its_events_is_refused(verb: str) -> None:
     control = Control()
     with control.allow(verb):
         pass

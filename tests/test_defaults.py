@@ -44,7 +44,7 @@ SETTINGS: dict[str, Any] = {
 """Blocks that a settings dataclass reads: an instance with all its defaults, or the class where some are required."""
 
 GENERAL = ["model=hf", "model.source.path=PATH", "data=jsonl", "data.train.path=PATH", "rollout=hf", "logger=none"]
-"""What the others are composed beside: a pre-trained model, no recipe."""
+"""The overrides that every other file is composed with: a pre-trained model, no recipe."""
 NEEDED = {
     "data/huggingface": ["data.train.path=PATH"],
     "reward/reward_model": ["reward.terms.reward_model.reward.path=PATH"],
@@ -69,7 +69,7 @@ def composed(name: str) -> DictConfig:
 
 
 def written(name: str) -> Iterator[str]:
-    """Dotted keys that a file and those it is made from (its defaults list) hold, where they come to lie."""
+    """Dotted keys, at their final place, of a file and those in its defaults list."""
     text = (CONF / f"{name}.yaml").read_text(encoding="utf-8")
     package = re.match(r"# @package (\S+)\n", text)
     prefix = {"_global_": ""}.get(package[1], f"{package[1]}.") if package else f"{name.split('/')[0]}."
@@ -177,7 +177,7 @@ DEVIATIONS = {
 
 
 @pytest.mark.parametrize("name", files())
-def test_values_of_the_file_are_the_defaults_of_what_it_feeds(name: str) -> None:
+def test_values_of_a_file_are_the_defaults_of_its_signatures(name: str) -> None:
     found = deviations(name)
     if any(name in variants for variants in VARIANTS.values()):
         assert found, "in VARIANTS, and does not differ"
@@ -191,7 +191,7 @@ def test_deviations_are_of_files_that_exist() -> None:
     assert {file for file, _ in DEVIATIONS} | {file for group in VARIANTS.values() for file in group} <= set(files())
 
 
-def test_what_is_compared_is_what_there_is() -> None:
+def test_every_settings_block_and_key_is_compared() -> None:
     """Each settings block, and each key of every file but those that feed no signature."""
     assert set(SETTINGS) <= {key.rpartition(".")[0] for name in files() for key in compared(name)}
     unread = {key for name in files() for key in written(name) if default_of(key, composed(name)) is None}

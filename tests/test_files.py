@@ -41,7 +41,7 @@ def test_an_error_leaves_the_old_content_and_nothing_beside_it(tmp_path: Path) -
     assert path.read_bytes() == "grün\r\n".encode()
 
 
-def test_what_is_appended_stands_on_its_own_line(tmp_path: Path) -> None:
+def test_appended_text_starts_on_a_new_line(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     ensure_line_end(path)  # none yet
     assert not path.exists()

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def perplexity(lm: torch.nn.Module, tokenizer, text: str) -> float:
-    """Of a text, in one window."""
+    """Perplexity of the first 400 tokens of a text."""
     ids = tokenizer(text, return_tensors="pt").input_ids[:, :400]
     with torch.no_grad():
         return math.exp(lm(input_ids=ids, labels=ids).loss.item())

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, sent to real processes: what is left, what is said, which exit code."""
+"""Ctrl-C and SIGTERM, sent to real processes: the files left, the output, the exit code."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def waits(event: str, iteration: int, until: str = "noted") -> str:
 
 
 def ignore_nothing() -> None:
-    """A shell lets its background jobs ignore SIGINT, nohup SIGHUP, and those of a test, too."""
+    """Restore default handlers: a shell makes background jobs, and tests in them, ignore SIGINT, nohup SIGHUP."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
@@ -214,7 +214,7 @@ def test_a_signal_in_the_update_finishes_the_iteration_and_a_second_one_does_not
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_whose_terminal_is_closed_stops_as_at_a_signal(folder: Path, processes: int) -> None:
-    """Its output is gone, which ended it with a traceback before, or at once: the log has all, MLflow knows."""
+    """Its output is gone, which once ended it with a traceback or at once: log and MLflow status are complete."""
     own, other = pty.openpty()
     words = [str(BIN / "lightning-rlhf"), "train", "hydra.run.dir=run", "iterations=5", *TINY, "warmup=none"]
     words += [waits("update", 3)] + (["trainer=ddp", "trainer.devices=2"] if processes == 2 else [])
@@ -247,7 +247,7 @@ def test_a_run_whose_terminal_is_closed_stops_as_at_a_signal(folder: Path, proce
 
 
 @pytest.mark.slow
-def test_before_anything_is_trained_there_is_nothing_to_go_on_from(folder: Path) -> None:
+def test_before_anything_is_trained_there_is_nothing_to_resume(folder: Path) -> None:
     """In the warm-up, in the evaluation before training, and in an evaluation by `eval`."""
     warm = train(folder, "logger=none", "warmup={_target_: mine.warm_up}")
     warm.reached()
@@ -316,7 +316,7 @@ def test_ray_workers_stop_between_two_iterations(folder: Path, signum: int, code
 # --- parts -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_signal_raises_at_once_unless_something_is_held() -> None:
+def test_a_signal_raises_at_once_unless_it_is_held() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with Signals() as own:
         assert signals() is own
@@ -327,7 +327,7 @@ def test_a_signal_raises_at_once_unless_something_is_held() -> None:
     assert signal.getsignal(signal.SIGTERM) is before and signals() is not own
 
 
-def test_what_is_held_is_finished_and_a_second_signal_is_not_held(capfd: pytest.CaptureFixture) -> None:
+def test_held_work_is_finished_and_a_second_signal_is_not_held(capfd: pytest.CaptureFixture) -> None:
     with Signals() as own:
         own.hold("finishing iteration 7")
         os.kill(os.getpid(), signal.SIGTERM)
@@ -350,8 +350,8 @@ def test_a_signal_that_was_ignored_stays_ignored(signum: int) -> None:
         signal.signal(signum, before)
 
 
-def test_a_terminal_that_closes_says_so_twice_and_that_is_no_second_signal() -> None:
-    """The kernel sends SIGHUP, and so does the shell; another signal behind it ends the run at once."""
+def test_a_closing_terminal_may_send_sighup_twice() -> None:
+    """The kernel sends SIGHUP, and so does the shell; another signal after it ends the run at once."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
         with Signals() as own:
@@ -366,7 +366,7 @@ def test_a_terminal_that_closes_says_so_twice_and_that_is_no_second_signal() -> 
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_second_time_is_asked_for_by_what_can_be_done(capfd: pytest.CaptureFixture) -> None:
+def test_the_user_is_told_how_to_send_the_signal_again(capfd: pytest.CaptureFixture) -> None:
     for signum, how in ((signal.SIGINT, "press Ctrl-C again"), (signal.SIGTERM, f"kill {os.getpid()}")):
         with Signals() as own:
             own.hold("finishing iteration 7")
@@ -381,7 +381,7 @@ def test_a_request_by_file_is_a_signal(tmp_path: Path) -> None:
         time.sleep(30)
 
 
-def test_the_process_that_started_others_writes_the_request_and_takes_it_away(tmp_path: Path) -> None:
+def test_the_launcher_writes_the_stop_request_and_removes_it(tmp_path: Path) -> None:
     with passed_on(tmp_path) as own:
         os.kill(os.getpid(), signal.SIGTERM)
         assert (tmp_path / "stop_request").read_text() == "15" and own.received == 15
@@ -389,7 +389,7 @@ def test_the_process_that_started_others_writes_the_request_and_takes_it_away(tm
 
 
 @pytest.mark.parametrize("name", ["run", "lr=0.1,seed=2", "my run", "it's", 'a"b', "a\\b"])
-def test_the_printed_command_is_read_as_it_is_meant(tmp_path: Path, name: str) -> None:
+def test_the_printed_resume_command_is_parsed_correctly(tmp_path: Path, name: str) -> None:
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     (tmp_path / name / "checkpoints").mkdir(parents=True)

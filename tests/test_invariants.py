@@ -97,7 +97,9 @@ def minibatch(experience: Experience, mode: Any = "token-mean") -> MiniBatch:
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
 @pytest.mark.parametrize("cut", ["one by one", "by tokens", "two uneven parts"])
-def test_gradients_do_not_depend_on_the_cut(scored: tuple[ActorCriticModule, Experience], mode: str, cut: str) -> None:
+def test_gradients_do_not_depend_on_the_split_into_micro_batches(
+    scored: tuple[ActorCriticModule, Experience], mode: str, cut: str
+) -> None:
     module, experience = scored
     whole = minibatch(experience, mode)
     expected = gradients(module, experience, [whole])
@@ -162,7 +164,7 @@ def test_rejected_rows_leave_whitening_means_and_denominators() -> None:
     assert stats.tokens == experience.response_mask.sum()
 
 
-def test_a_rejected_last_token_does_not_swallow_the_outcome() -> None:
+def test_a_rejected_last_token_does_not_lose_the_outcome() -> None:
     class RejectLast(PPOModule):
         def prepare_experience(self, experience: Experience) -> None:
             last = experience.response_lengths - 1
@@ -229,7 +231,7 @@ def test_constant_rewards_give_finite_numbers(estimator: str, normalise: str) ->
 
 
 @pytest.mark.parametrize(("placement", "beta"), [("loss", 0.1), ("loss", 0.0), ("reward", 0.0)])
-def test_an_infinite_kl_that_takes_nothing_from_the_reward_is_a_penalty_of_0(
+def test_an_infinite_kl_outside_the_reward_is_a_penalty_of_0(
     experience: Experience, placement: str, beta: float
 ) -> None:
     """A token to which the reference gives no probability: 0 times infinity was NaN in kl/reward_penalty."""

@@ -1,4 +1,4 @@
-"""A password in an address is in no file and no line, and arrives all the same."""
+"""A password in an address is written to no file and no output, but reaches the server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_rlhf.reporting import RLMLFlowLogger, RunRecord
 from lightning_rlhf.reporting.spool import in_a_line
 
 SECRET = "g%40heim:word"
-"""Of the address; the password is g@heim:word."""
+"""The address with the user's password, which is g@heim:word."""
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def found_in(folder: Path) -> list[str]:
     return [path.name for path in files if any(word in path.read_bytes() for word in words)]
 
 
-def test_an_address_is_written_without_it() -> None:
+def test_an_address_is_written_without_its_password() -> None:
     web, database = f"http://me:{SECRET}@host:5000/p", f"postgresql://me:{SECRET}@host/db"
     assert passwords.without(web) == "http://host:5000/p"
     assert passwords.without(database) == "postgresql://me@host/db"
@@ -47,14 +47,14 @@ def test_an_address_is_written_without_it() -> None:
     assert "heim" not in in_a_line(RuntimeError(f"API request to {web}/api failed"))
 
 
-def test_in_a_configuration_it_is_refused(compose) -> None:
+def test_a_password_in_a_configuration_is_refused(compose) -> None:
     with pytest.raises(schema.ConfigError) as caught:
         schema.check(compose("logger=mlflow", f'logger.mlflow.tracking_uri="http://me:{SECRET}@h"'))
     said = str(caught.value)
     assert "logger.mlflow.tracking_uri = 'http://me:***@h'" in said and "MLFLOW_TRACKING_PASSWORD" in said
 
 
-def test_a_command_that_has_one_leaves_nothing_of_it(
+def test_a_command_with_a_password_is_refused_and_saved_nowhere(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hydra would have saved it before the run is refused."""
@@ -70,10 +70,10 @@ def test_a_command_that_has_one_leaves_nothing_of_it(
     assert found_in(tmp_path) == ["ours.yaml"], "the user's own"
 
 
-def test_from_the_environment_it_arrives_and_is_written_nowhere(
+def test_a_password_from_the_environment_arrives_and_is_written_nowhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A server that sees who asks, and refuses; a run that goes on has the password from the environment again."""
+    """The server records the credentials and refuses; a resumed run has the password from the environment again."""
     shown: list[str | None] = []
 
     class Refusing(BaseHTTPRequestHandler):

@@ -66,7 +66,7 @@ def test_every_low_precision_is_replaced_or_refused_without_its_arithmetic(tmp_p
     assert seen["refused"] == keys
 
 
-def test_a_run_and_its_evaluation_say_it_once_and_compute_in_float32(tmp_path):
+def test_a_run_and_its_evaluation_report_the_replacement_once_and_compute_in_float32(tmp_path):
     command = ["-m", "lightning_rlhf.cli"]
     run = on_avx2([*command, "train", *TINY, "trainer=bf16", f"hydra.run.dir={tmp_path}/run"], tmp_path)
     assert run.returncode == 0, run.stderr
@@ -79,7 +79,7 @@ def test_a_run_and_its_evaluation_say_it_once_and_compute_in_float32(tmp_path):
     assert evaluated.stdout.count("trainer.precision = bf16-mixed became 32-true") == 1
 
 
-def test_a_run_that_must_not_replace_ends_before_work(tmp_path):
+def test_a_run_that_must_not_replace_ends_before_training(tmp_path):
     words = ["trainer=bf16", "unsupported_precision=refuse", f"hydra.run.dir={tmp_path}/run"]
     run = on_avx2(["-m", "lightning_rlhf.cli", "train", *TINY, *words], tmp_path)
     assert run.returncode == 2
@@ -88,7 +88,7 @@ def test_a_run_that_must_not_replace_ends_before_work(tmp_path):
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_a_server_is_started_in_what_its_machine_computes_in(monkeypatch, capsys):
+def test_a_server_uses_a_dtype_that_its_machine_computes_in(monkeypatch, capsys):
     from lightning_rlhf import serve
 
     monkeypatch.setattr(device, "computes_in", lambda place, dtype: dtype is torch.float32)
@@ -113,7 +113,7 @@ def test_a_server_is_started_in_what_its_machine_computes_in(monkeypatch, capsys
         ("64-true", set(), "64-true"),
     ],
 )
-def test_what_takes_the_place_of_a_trainers_precision_on_a_cpu(monkeypatch, given, has, used):
+def test_replacements_of_the_trainers_precision_on_a_cpu(monkeypatch, given, has, used):
     monkeypatch.setattr(device, "computes_in", lambda place, dtype: dtype in has)
     before = {"trainer": {"accelerator": "cpu", "precision": given}}
     after, replaced = precision.fit(before)
@@ -122,17 +122,17 @@ def test_what_takes_the_place_of_a_trainers_precision_on_a_cpu(monkeypatch, give
     assert bool(replaced) == (given != used)
 
 
-def test_a_device_with_the_arithmetic_keeps_what_was_asked_for(monkeypatch):
+def test_a_device_with_the_arithmetic_keeps_the_configured_precision(monkeypatch):
     monkeypatch.setattr(device, "computes_in", lambda place, dtype: True)
     assert precision.fit(LOW) == (LOW, [])
 
 
-def test_what_is_stored_only_is_left_alone(monkeypatch):
+def test_dtypes_for_storage_only_are_not_replaced(monkeypatch):
     monkeypatch.setattr(device, "computes_in", lambda place, dtype: False)
     stored = {"trainer": {"precision": "32-true"}, "module": {"rollout_correction": {"weights_dtype": "float16"}}}
     assert precision.fit(stored) == (stored, [])
 
 
-def test_the_keys_own_value_is_checked(capsys):
+def test_the_value_of_unsupported_precision_is_checked(capsys):
     assert cli.main(["train", "unsupported_precision=maybe"]) == 2
     assert "replace or refuse" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Only what is listed is silenced, and only inside."""
+"""Only listed messages are silenced, and only inside the context."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_processes_of_ray_keep_their_errors_whatever_level_ray_sets(caplog):
     assert [record.getMessage() for record in caplog.records] == ["not expected"]
 
 
-def test_no_bars_for_weights_that_are_read_from_a_disk(tmp_path, capsys):
+def test_no_progress_bars_for_weights_read_from_disk(tmp_path, capsys):
     from transformers.utils import logging as messages
 
     from lightning_rlhf.models import build_tiny, load_pretrained

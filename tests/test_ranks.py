@@ -51,7 +51,7 @@ def test_each_rank_returns_its_result(tmp_path: Path) -> None:
     assert run_ranks(look, 2.0, folder=tmp_path, environment={"MORE": "yes"}) == expected
 
 
-def test_a_rank_that_fails_ends_the_others_and_is_heard(tmp_path: Path) -> None:
+def test_a_rank_that_fails_ends_the_others_and_its_error_is_raised(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="rank 1 has had enough"):
         run_ranks(fails_alone, folder=tmp_path)
 
@@ -60,6 +60,6 @@ def test_an_expected_kill(tmp_path: Path) -> None:
     assert run_ranks(dies_alone, folder=tmp_path, process_group=False, ends=[0, -signal.SIGKILL]) == ["alive", None]
 
 
-def test_a_rank_that_never_ends_says_where_it_is(tmp_path: Path) -> None:
+def test_a_rank_that_never_ends_prints_where_it_is(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"(?s)Timeout.*test_ranks\.py.* in sleeps"):
         run_ranks(sleeps, folder=tmp_path, timeout=2)

@@ -1,4 +1,4 @@
-"""What rewards are given to read: the text as the model wrote it, and the one without special tokens beside it."""
+"""The input of rewards: the text as the model wrote it, and the text without special tokens."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_spaces_stay_as_they_are_written():
         (["<pad>", "<eos>"], ""),
     ],
 )
-def test_only_end_and_padding_behind_the_text_are_taken_off(tokens, text):
+def test_only_trailing_end_and_padding_tokens_are_removed(tokens, text):
     core = tokenizer()
     rows = [core.convert_tokens_to_ids(tokens), core.convert_tokens_to_ids(["1"])]
     assert as_written(core, rows, {TURN}) == [text, "1"]

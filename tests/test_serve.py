@@ -17,7 +17,7 @@ SECRET = "not-a-guess-0123456789"
 
 @pytest.fixture
 def executed(monkeypatch, tmp_path) -> list[tuple[list[str], dict[str, str]]]:
-    """What would replace this process: arguments and environment."""
+    """The program that would replace this process: arguments and environment."""
     calls: list[tuple[list[str], dict[str, str]]] = []
     monkeypatch.setattr(os, "execve", lambda path, arguments, environment: calls.append((arguments, environment)))
     monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: object())
@@ -31,7 +31,7 @@ def option(arguments: list[str], name: str) -> str:
     return arguments[arguments.index(name) + 1]
 
 
-def test_it_matches_the_run(executed, capsys, monkeypatch):
+def test_the_server_matches_the_run(executed, capsys, monkeypatch):
     monkeypatch.setenv(token_check.TOKEN, SECRET)
     words = ["port=8123", "host=0.0.0.0", "enforce_eager=true", "seed=5", "rollout.max_new_tokens=9"]
     assert cli.main(["serve", *words, "data.max_prompt_tokens=11", "--", "--max-num-seqs", "7"]) == 0
@@ -97,7 +97,7 @@ def test_models_with_the_same_outline_share_a_folder(tmp_path):
         ("--port", "arguments are written key=value"),
     ],
 )
-def test_bad_input_is_said_on_one_screen(executed, capsys, word, message):
+def test_bad_input_is_reported_on_one_screen(executed, capsys, word, message):
     assert cli.main(["serve", word]) == 2
     assert message in capsys.readouterr().err and not executed
 
@@ -128,7 +128,7 @@ def test_token_and_source_of_the_weights_reach_the_server(executed, tmp_path, mo
     assert "has mode 0644" in capsys.readouterr().err
 
 
-def test_the_address_cannot_be_changed_behind_its_back(executed, capsys):
+def test_the_address_cannot_be_changed_by_options_of_vllm(executed, capsys):
     for word in ("--host=0.0.0.0", "--host", "--api-key", "--api_key=x"):
         assert cli.main(["serve", "--", word, "0.0.0.0"]) == 2
         assert "is not allowed after --" in capsys.readouterr().err

@@ -165,15 +165,15 @@ def test_rollback_restores_weights_and_moments_bitwise(scope: str, kept: int) ->
     assert trainer.callback_metrics["stability/rollbacks"] == 1
 
 
-def test_a_rollback_nobody_announced_is_an_error_that_says_how() -> None:
+def test_a_rollback_that_no_callback_announced_is_a_clear_error() -> None:
     module = tiny_module(iterations=1)
     undo = Caller("on_minibatch_end", lambda module, stats: module.control.rollback("oops"))
     with pytest.raises(RuntimeError, match=r"no callback announces 'iteration' in rollback_scopes"):
         fit(module, [undo])
 
 
-def test_rolling_the_actor_back_leaves_critic_and_moments() -> None:
-    """Asked for when the next samples are there: the whole update of iteration 1 is undone, nothing is trained."""
+def test_rolling_the_actor_back_does_not_change_critic_and_moments() -> None:
+    """Requested when the next samples are ready: the whole update of iteration 1 is undone, nothing is trained."""
 
     class Undo(RLHFCallback):
         rollback_scopes = frozenset({"actor"})  # type: ignore[assignment]
@@ -200,7 +200,7 @@ def test_rolling_the_actor_back_leaves_critic_and_moments() -> None:
     assert trainer.callback_metrics["stability/rollbacks"] == 1
 
 
-def test_the_copy_of_the_actor_is_one_actor_and_only_there_when_asked_for() -> None:
+def test_there_is_one_copy_of_the_actor_and_only_if_a_callback_needs_it() -> None:
     policy = tiny_policy()
     groups = [{"name": name, "params": list(getattr(policy, name).parameters())} for name in ("actor", "critic")]
     optimizer = torch.optim.AdamW(groups, lr=0.1)
@@ -219,7 +219,7 @@ def test_skip_step_outside_of_its_event_is_refused(event: str) -> None:
         fit(tiny_module(iterations=1), [caller])
 
 
-def test_stop_epochs_before_the_first_minibatch_leaves_the_batch_out() -> None:
+def test_stop_epochs_before_the_first_minibatch_skips_the_batch() -> None:
     module, recorder = tiny_module(iterations=1), Recorder()
     before = weights(module)
     stopper = Caller("on_experience_ready", lambda module, *args: module.control.stop_epochs("nothing to learn"))
@@ -246,8 +246,8 @@ def test_decisions_are_handed_to_the_logger_with_their_reasons() -> None:
     ]
 
 
-def test_of_a_decision_that_is_taken_again_and_again_the_first_three_are_said(caplog: pytest.LogCaptureFixture) -> None:
-    """Sixteen times in one quickstart before; the logger keeps all, and what undoes something is never left out."""
+def test_repeated_decisions_are_printed_three_times(caplog: pytest.LogCaptureFixture) -> None:
+    """One quickstart printed a decision sixteen times; the logger keeps all, and rollbacks are always printed."""
 
     class Keeping(DummyLogger):
         def log_decisions(self, rows: list[dict[str, Any]]) -> None:
@@ -344,7 +344,7 @@ def test_float16_gradients_are_clipped_without_their_loss_scale() -> None:
     assert float(moment) / (1 - module.settings.optimizer.betas[0]) == pytest.approx(1.0, rel=1e-3)
 
 
-def test_a_step_whose_gradient_is_not_finite_is_refused_counted_and_said() -> None:
+def test_a_step_whose_gradient_is_not_finite_is_refused_counted_and_warned_about() -> None:
     class Poisoned(PPOModule):
         def micro_batch_loss(self, micro: Any, metrics: Any) -> torch.Tensor:
             return super().micro_batch_loss(micro, metrics) * math.nan

@@ -50,8 +50,8 @@ def test_loss_falls(loaded, datamodule, tmp_path):
     assert result.loss < 0.7 * before
 
 
-def test_it_says_how_far_it_is_where_there_is_no_terminal(loaded, datamodule, tmp_path, caplog, monkeypatch):
-    """Silent for minutes before, on a slow machine; ten lines at most."""
+def test_progress_is_logged_without_a_terminal(loaded, datamodule, tmp_path, caplog, monkeypatch):
+    """It was silent for minutes on a slow machine; ten lines at most."""
     for terminal, steps, said in ((False, 25, 8), (False, 5, 5), (True, 25, 0)):
         monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal, raising=False)
         caplog.clear()
@@ -61,7 +61,7 @@ def test_it_says_how_far_it_is_where_there_is_no_terminal(loaded, datamodule, tm
         assert len(lines) == said, lines
 
 
-def test_target_ends_it_early(loaded, datamodule, tmp_path):
+def test_the_target_loss_ends_the_warm_up_early(loaded, datamodule, tmp_path):
     result, _ = run(loaded, datamodule, tmp_path, steps=60, target=2.0)
     assert 0 < result.steps < 60
     assert result.loss < 2.0
@@ -112,7 +112,7 @@ def test_random_state_is_the_same_cached_or_not(loaded, datamodule, tmp_path):
 
 
 def test_answers_are_drawn_by_their_shares(loaded, datamodule, tmp_path, monkeypatch):
-    """Each time anew, so that the model learns how often and not for which prompt."""
+    """Each time a row is shown, so that the model learns how often and not for which prompt."""
     seen, real, end = [], warmup.answer_loss, loaded.tokenizer.eos_token_id
     habit = loaded.tokenizer("=")["input_ids"][0]
 
@@ -129,7 +129,7 @@ def test_answers_are_drawn_by_their_shares(loaded, datamodule, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("shares", [{}, {"answer": 0}, {"answer": -1, "rambling": 2}, {"answer": float("nan")}])
-def test_shares_that_cannot_be_drawn_by_are_refused(loaded, datamodule, tmp_path, shares):
+def test_invalid_shares_are_refused(loaded, datamodule, tmp_path, shares):
     with pytest.raises(ValueError, match=r"warmup\.answer_field = .*columns with shares > 0"):
         run(loaded, datamodule, tmp_path, answer_field=shares)
 
@@ -141,13 +141,13 @@ SHARES = {"answer": 0.5, "rambling": 0.5}
     "change",
     [{"steps": 7}, {"batch_size": 9}, {"lr": 2e-2}, {"target": 0.1}, {"seed": 4}, {"answer_field": SHARES}],
 )
-def test_other_settings_are_other_entries(loaded, datamodule, tmp_path, change):
+def test_other_settings_give_other_cache_entries(loaded, datamodule, tmp_path, change):
     run(loaded, datamodule, tmp_path)
     result, _ = run(loaded, datamodule, tmp_path, **change)
     assert not result.cached
 
 
-def test_other_weights_data_and_versions_are_other_keys(loaded, datamodule, monkeypatch):
+def test_other_weights_data_and_versions_give_other_cache_keys(loaded, datamodule, monkeypatch):
     rows = [[row] for row in warmup.encode(datamodule.train_prompts, loaded, "answer")]
     keys = {warmup.cache_key(loaded.lm, rows, SETTINGS), warmup.cache_key(loaded.lm, rows[1:], SETTINGS)}
     other = build_tiny("0123456789+=", hidden_size=32, layers=1, heads=2, max_positions=16, seed=9)
@@ -226,7 +226,9 @@ def test_low_precision_weights_are_warmed_up_in_float32(datamodule, tmp_path, dt
 
 
 @pytest.mark.parametrize("target", [None, 2.0])
-def test_a_loss_that_is_not_finite_ends_it_and_nothing_is_kept(loaded, datamodule, tmp_path, monkeypatch, target):
+def test_a_loss_that_is_not_finite_ends_the_warm_up_and_nothing_is_kept(
+    loaded, datamodule, tmp_path, monkeypatch, target
+):
     real, steps = warmup.answer_loss, []
 
     def breaks(lm, rows):
@@ -270,7 +272,7 @@ def test_broken_weights_are_not_blamed_on_the_architecture(loaded):
         verify_head(loaded.lm)
 
 
-def test_it_comes_with_the_tiny_model_and_its_task_only(compose):
+def test_the_warm_up_comes_with_the_tiny_model_and_its_task_only(compose):
     assert compose().warmup.lr == compose("experiment=quickstart").warmup.lr == 2e-3
     assert not compose("warmup=none").warmup
     rows = ["data=jsonl", "data.train.path=prompts.jsonl"]
@@ -281,7 +283,7 @@ def test_it_comes_with_the_tiny_model_and_its_task_only(compose):
 
 @pytest.mark.parametrize(("word", "meant"), [("warmup=sftt", "sft"), ("recipe=tinny", "tiny")])
 def test_an_option_that_does_not_exist_is_refused(tmp_path, monkeypatch, capsys, word, meant):
-    """Hydra passes over it, as the groups are optional."""
+    """Hydra ignores it, as the groups are optional."""
     from lightning_rlhf import cli
 
     monkeypatch.chdir(tmp_path)
@@ -289,7 +291,7 @@ def test_an_option_that_does_not_exist_is_refused(tmp_path, monkeypatch, capsys,
     assert f"there is no {word}; did you mean {meant}?" in capsys.readouterr().err
 
 
-def test_a_warm_up_that_is_asked_for_wants_its_rate(compose):
+def test_a_requested_warm_up_needs_a_learning_rate(compose):
     from lightning_rlhf import schema
 
     with pytest.raises(schema.ConfigError) as refused:
@@ -298,7 +300,7 @@ def test_a_warm_up_that_is_asked_for_wants_its_rate(compose):
     assert schema.check(compose("warmup=sft", "warmup.lr=1e-5"))["warmup"]["lr"] == 1e-5
 
 
-def test_what_was_trained_before_ppo_is_said_and_in_the_checkpoint(compose, tiny_run, tmp_path, capsys):
+def test_the_warm_up_is_announced_and_recorded_in_the_checkpoint(compose, tiny_run, tmp_path, capsys):
     from lightning_rlhf.train import train
 
     usual = [word for word in tiny_run if not word.startswith("warmup=")]

@@ -1,6 +1,6 @@
-"""The device layer: whatever must be asked of the kind of device that is there.
+"""The device layer: all calls that depend on the kind of device.
 
-Everything else says ``tensor.device`` and never which kind it is. PyTorch's module of that kind (``torch.cuda``,
+Other code uses ``tensor.device`` and never asks for the kind. PyTorch's module of that kind (``torch.cuda``,
 ``torch.npu``, ``torch.xpu``, ...) is reached through :func:`module_of`, by functions that these modules share.
 """
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def current() -> torch.device:
-    """The kind of accelerator that this machine has (without an index), or the CPU."""
+    """The accelerator of this machine, without an index, or the CPU."""
     return torch.accelerator.current_accelerator(check_available=True) or CPU
 
 
@@ -30,9 +30,9 @@ def module_of(device: torch.device) -> Any:
 
 
 def computes_in(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the device has instructions for products in ``dtype``; without, PyTorch converts, and that is slow.
+    """Whether the device has instructions for products in ``dtype``; without them PyTorch converts, which is slow.
 
-    Asked of oneDNN on a CPU, of PyTorch's module elsewhere; a device that cannot be asked is trusted.
+    oneDNN answers for a CPU, PyTorch's module for other devices; without an answer support is assumed.
     """
     names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
     if dtype not in names:
@@ -51,7 +51,7 @@ def computes_in(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def empty_cache() -> None:
-    """Hand the caching allocator's unused blocks back to the device."""
+    """Return the caching allocator's unused blocks to the device."""
     device = current()
     if device.type != "cpu":
         module_of(device).empty_cache()
@@ -100,7 +100,7 @@ def set_rng_state(device: torch.device, state: Tensor) -> None:
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """PyTorch's global generators, the CPU's and the current device's, are afterwards as they were before."""
+    """Restore PyTorch's global generators, the CPU's and the current device's, after this context."""
     device = current()
     host, there = torch.get_rng_state(), rng_state(device)
     try:

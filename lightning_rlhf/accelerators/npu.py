@@ -1,9 +1,9 @@
 """Ascend NPUs in Lightning: accelerator, strategies and precision, which only work together.
 
-Lightning knows no NPU. Left to itself it takes a registered accelerator and then trains on the CPU, or casts for
-another kind of device; :func:`trainer_objects` completes the options of a Trainer so that this cannot happen, and
-refuses what does not fit. Importing this module registers the accelerator ``npu`` and the strategies ``npu_single``,
-``npu_ddp`` and ``npu_fsdp2``. PyTorch's own module ``torch.npu`` comes from the package torch-npu.
+Lightning has no support for NPUs. With a registered accelerator alone it trains on the CPU, or casts for another
+device; :func:`trainer_objects` completes the options of a Trainer so that this cannot happen, and refuses options that
+do not fit. Importing this module registers the accelerator ``npu`` and the strategies ``npu_single``, ``npu_ddp`` and
+``npu_fsdp2``. PyTorch's own module ``torch.npu`` comes from the package torch-npu.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class NPUAccelerator(Accelerator):
         _npu().set_device(device)
 
     def teardown(self) -> None:
-        """Hand the cached memory back."""
+        """Release the cached memory."""
         _npu().empty_cache()
 
     def get_device_stats(self, device: Any) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def parse_devices(devices: Any, there: int) -> list[int]:
     """Indices that ``trainer.devices`` names where ``there`` NPUs are; see :meth:`NPUAccelerator.parse_devices`.
 
     Raises:
-        SettingError: it names none, one twice, or one that is not there.
+        SettingError: it names no device, one twice, or one that does not exist.
     """
     allowed = f"1 to {there} devices: a number, -1 or auto for all, '0,1' or a list of indices below {there}"
     refused = SettingError("trainer.devices", devices, allowed)
@@ -122,7 +122,7 @@ def parse_devices(devices: Any, there: int) -> list[int]:
 
 
 class SingleNPUStrategy(SingleDeviceStrategy):
-    """One process, one NPU, named: Lightning's own choice for a single device would be the CPU."""
+    """One process on one explicit NPU: Lightning's own choice for a single device would be the CPU."""
 
     strategy_name = "npu_single"
 
@@ -131,7 +131,7 @@ class SingleNPUStrategy(SingleDeviceStrategy):
 
 
 class HCCLMixin:
-    """In front of a distributed strategy: its processes talk over hccl, Huawei's collective library."""
+    """Mixin of a distributed strategy: its processes communicate over hccl, Huawei's collective library."""
 
     strategy_name: str
 
@@ -145,7 +145,7 @@ class NPUDDPStrategy(HCCLMixin, DDPStrategy):
     strategy_name = "npu_ddp"
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        # As Lightning's, without the stream of another kind of device that it opens around this.
+        # As Lightning's, without the CUDA stream that it opens around this.
         return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
 
 
@@ -210,10 +210,10 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def trainer_objects(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What takes the place of some of a Trainer's options: strategy and precision as objects for the NPU.
+    """Replacements for some of a Trainer's options: strategy and precision as objects for the NPU.
 
     Args:
-        options: as in a configuration, with ``accelerator``; those for another accelerator need nothing.
+        options: as in a configuration, with ``accelerator``; empty result for another accelerator.
 
     Raises:
         SettingError: see :func:`check_options`.

@@ -1,1 +1,1 @@
-"""Several processes: who they are, what they share, how their devices split the work, and who starts them."""
+"""Several processes: their ranks, exchange of rows and gradients, strategies, and launchers."""

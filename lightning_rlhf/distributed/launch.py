@@ -1,7 +1,7 @@
 """One process per device: started here through PyTorch's elastic agent, or from outside by torchrun, SLURM or MPI.
 
-What the processes get is the checked configuration as a file, so they agree on it and on the output folder, and paths
-relative to the folder of the command mean the same in all of them.
+The processes read the checked configuration from a file, so they agree on it and on the output folder; relative paths
+start at the folder of the command in all of them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
 FILE = "launch.json"
-"""In the output folder: what the processes of a run read."""
+"""In the output folder: the configuration that the processes of a run read."""
 
 RESULT = "metrics.json"
 """In the output folder: the last value of every metric, from the first process."""
@@ -45,13 +45,13 @@ INTERRUPTED = "interrupted"
 
 
 def started_outside() -> bool:
-    """Whether somebody else has started one process per device and told them their ranks."""
+    """Whether another launcher has started one process per device and set their ranks."""
     outside = (TorchElasticEnvironment, LSFEnvironment, MPIEnvironment)
     return _several_slurm_tasks() or any(environment.detect() for environment in outside)
 
 
 def _several_slurm_tasks() -> bool:
-    """One task of SLURM starts its processes as any other command does."""
+    """Whether SLURM has started several tasks; a single task starts its processes as any other command does."""
     return SLURMEnvironment.detect() and int(os.environ["SLURM_NTASKS"]) > 1
 
 
@@ -59,7 +59,7 @@ def local_devices(config: Mapping[str, Any]) -> int:
     """Devices of this machine that the configuration asks for.
 
     Raises:
-        InputError: it asks for all devices of an accelerator that is not known.
+        InputError: it asks for all devices of an unknown accelerator.
     """
     trainer = config["trainer"]
     devices = trainer.get("devices", 1)
@@ -91,7 +91,7 @@ def start(config: Mapping[str, Any], processes: int) -> dict[str, float]:
         What the first process returned.
 
     Raises:
-        RunFailed: a process failed; it has said why.
+        RunFailed: a process failed; it has printed why.
         Interrupted: SIGINT, SIGTERM or SIGHUP; the processes have ended between two iterations, or at once after a
             second one.
     """
@@ -109,7 +109,7 @@ def start(config: Mapping[str, Any], processes: int) -> dict[str, float]:
     quiet = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     before, level = dict(os.environ), quiet.level
     os.environ.update(environment)
-    quiet.setLevel(logging.CRITICAL)  # what it says of a failure is in the error below
+    quiet.setLevel(logging.CRITICAL)  # the error below reports the failure
     try:
         with told(config, speaks=True), passed_on(folder) as stop:
             elastic_launch(_agent(processes), sys.executable)("-m", __name__, str(file))
@@ -119,7 +119,7 @@ def start(config: Mapping[str, Any], processes: int) -> dict[str, float]:
         if stop.received:
             raise Interrupted(stop.received, told=True) from failure
         reason = f"process {rank} of {processes} ended with {how}, and the others were ended with it"
-        # Of a process that was killed the others know only that a connection has ended.
+        # If a process was killed, the others report only a lost connection.
         end_as_failed(folder, reason, is_cause=first.exitcode < 0)
         said = f"training has ended: {reason}. What it said is above"
         raise RunFailed("\n".join([said, *how_to_go_on(config)])) from failure
@@ -135,7 +135,7 @@ def start(config: Mapping[str, Any], processes: int) -> dict[str, float]:
 
 
 def _agent(processes: int) -> LaunchConfig:
-    """Settings of PyTorch's elastic agent, which ends the processes of a run together and never starts them again."""
+    """Settings of PyTorch's elastic agent, which ends the processes of a run together and never restarts them."""
     from torch.distributed.launcher.api import LaunchConfig
 
     return LaunchConfig(
@@ -146,8 +146,8 @@ def _agent(processes: int) -> LaunchConfig:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
-        shutdown_timeout=10,  # for the others where one has failed, or after a second signal; then they are killed
-        signals_to_handle="SIGQUIT",  # on others the agent would kill the processes after that time
+        shutdown_timeout=10,  # until the others are killed, after a failure or a second signal
+        signals_to_handle="SIGQUIT",  # on other signals the agent would kill the processes after that time
     )
 
 
@@ -159,7 +159,7 @@ def hand_over(config: Mapping[str, Any]) -> Path:
 
 
 def main(file: str) -> int:
-    """One process of a run: ``python -m lightning_rlhf.distributed.launch FILE``, under whatever tells it its rank."""
+    """One process of a run: ``python -m lightning_rlhf.distributed.launch FILE``, with RANK set by a launcher."""
     import torch
     from omegaconf import OmegaConf
 
@@ -186,7 +186,7 @@ def main(file: str) -> int:
     except (ServersGone, TrainingFailed, CheckpointError) as error:
         print(f"process {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)
         return 1
-    except RewardError as error:  # where in the user's code, and not all that was called to get there
+    except RewardError as error:  # the place in the user's code, not the whole traceback
         print(f"process {os.environ['RANK']}: {error}\n{error.origin}", file=sys.stderr, flush=True)
         return 1
     except Exception:
@@ -199,9 +199,9 @@ def main(file: str) -> int:
 
 
 def shared_name() -> str | None:
-    """What processes started outside call their folder, the same for all; ``None`` where the clock may name it.
+    """Common folder name of processes started by another launcher; ``None`` if the folder may be named by the time.
 
-    Each of them composes the configuration at its own time, and the clock would give each a folder of its own.
+    Each of them composes the configuration at a different time, which would give each another folder.
 
     Raises:
         InputError: they have no name in common.

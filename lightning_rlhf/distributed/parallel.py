@@ -1,4 +1,4 @@
-"""Several training processes: rows travel to whoever has time for them, gradients are averaged once per minibatch."""
+"""Several training processes: rows are balanced over the ranks, gradients are averaged once per minibatch."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _Object = TypeVar("_Object")
 
 
 def gather_experience(experience: Experience) -> Experience:
-    """The rows of all ranks in the order of the ranks, on every rank; of one process the experience itself.
+    """The rows of all ranks in the order of the ranks, on every rank; with one process the experience itself.
 
-    Some bytes per token and field travel, thousands of times fewer than the gradients of one step, and every
-    minibatch can then be cut over the whole batch: which rows form it does not depend on the number of ranks, and each
-    rank gets rows of about equally many tokens. Ranks may bring different numbers of rows and columns.
+    This sends some bytes per token and field, thousands of times fewer than the gradients of one step. Minibatches are
+    then cut from the whole batch: their rows do not depend on the number of ranks, and each rank gets about equally
+    many tokens. Ranks may have different numbers of rows and columns.
     """
     _, world = place()
     if world == 1:
@@ -58,7 +58,7 @@ def gather_experience(experience: Experience) -> Experience:
             changes[field.name] = _gather_rows(value, rows)
         elif isinstance(value, dict):
             changes[field.name] = {name: _gather_rows(value[name], rows) for name in sorted(value)}
-    # A prompt's samples stay one group, and groups of different ranks different ones.
+    # A prompt's samples stay one group; groups of different ranks stay different.
     first = torch.arange(world, device=experience.group.device).repeat_interleave(torch.tensor(rows).to(sizes[0]))
     changes["group"] = changes["group"] + first * max(rows)
     changes |= {name: [text for of_rank in texts for text in of_rank[name]] for name in names}
@@ -66,14 +66,14 @@ def gather_experience(experience: Experience) -> Experience:
 
 
 NEUTRAL = {"reward_override": math.nan, "is_weights": 1.0}
-"""Fields that may be missing, and the value that means the same."""
+"""Fields that may be missing, and the equivalent value."""
 
 
 def agree_on_fields(experience: Experience) -> None:
-    """Fill in what other ranks have set and this one has not, where that has a meaning; see :data:`NEUTRAL`.
+    """Fill in the fields of :data:`NEUTRAL` that only other ranks have set.
 
-    Later steps reduce over ranks what there is. A callback that finds something to act on at one rank alone would
-    otherwise let the others wait.
+    Later steps reduce every set field over ranks. A callback that sets a field on one rank alone would otherwise make
+    the ranks wait for each other forever.
 
     Raises:
         RuntimeError: on every rank, if fields differ otherwise.
@@ -94,7 +94,7 @@ def agree_on_fields(experience: Experience) -> None:
 
 
 def _kinds(experience: Experience) -> dict[str, tuple[str, str]]:
-    """Data type and shape of every tensor that there is."""
+    """Data type and shape of every tensor that is set."""
     found: dict[str, Tensor] = {}
     for field in fields(experience):
         value = getattr(experience, field.name)
@@ -109,14 +109,14 @@ def _kinds(experience: Experience) -> dict[str, tuple[str, str]]:
 
 
 def _shape(name: str, tensor: Tensor, experience: Experience) -> str:
-    """In letters where it is one that a field may have: ranks have different numbers of rows and columns."""
+    """Shape in letters if a field may have it, as ranks have different numbers of rows and columns."""
     block, letters = (experience.prompt_mask, "P") if name.startswith("prompt_") else (experience.response_mask, "R")
     known = {block.shape: f"[B, {letters}]", block.shape[:1]: "[B]"}
     return known.get(tensor.shape, str(list(tensor.shape)))
 
 
 def _require_alike(everyone: Sequence[Mapping[str, tuple[str, str]]]) -> None:
-    """Refuse fields that are not the same on all ranks; every rank sees the same and says the same."""
+    """Refuse fields that are not the same on all ranks; every rank raises the same error."""
     for name in dict.fromkeys(name for kinds in everyone for name in kinds):
         of_ranks = [" ".join(kinds.get(name, ("missing",))) for kinds in everyone]
         if len(set(of_ranks)) > 1:
@@ -130,8 +130,8 @@ def _require_alike(everyone: Sequence[Mapping[str, tuple[str, str]]]) -> None:
 def balanced_shares(costs: Sequence[int], ranks: int) -> list[list[int]]:
     """Indices for each rank, so that the largest sum of costs is small.
 
-    The dearest first, each to the rank that has least so far (Graham 1969): at most 4/3 of the best possible. The same
-    on every rank; the order within a share is that of the input.
+    The costliest first, each to the rank with the smallest sum so far (Graham 1969): at most 4/3 of the best possible.
+    The same on every rank; the order within a share is that of the input.
     """
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
@@ -149,7 +149,7 @@ def _gather(tensor: Tensor) -> list[Tensor]:
 
 
 def _gather_rows(tensor: Tensor, rows: list[int]) -> Tensor:
-    """Rows of all ranks, one behind the other; every rank sends as many as the one that has most."""
+    """Rows of all ranks, concatenated; every rank pads to the largest number of rows."""
     plain = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
     missing = max(rows) - len(plain)
     if missing:
@@ -162,15 +162,15 @@ def _gather_rows(tensor: Tensor, rows: list[int]) -> Tensor:
 
 
 def in_step(model: torch.nn.Module, parts: list[_Object], filler: _Object) -> list[_Object]:
-    """The parts a model is to go through, filled up to as many as the rank with most has, where that matters.
+    """A model's inputs, one forward pass each; for a sharded model filled up to the largest number on any rank.
 
-    Forward and backward passes of a sharded model gather its weights from all ranks, so every rank has to make equally
+    Forward and backward passes of a sharded model gather its weights from all ranks, so every rank has to run equally
     many, in the same order.
 
     Args:
-        model: of whose passes one belongs to each part.
+        model: runs one pass per part.
         parts: of this rank.
-        filler: taken as often as parts are missing.
+        filler: appended once per missing part.
     """
     if not is_sharded(model):
         return parts
@@ -197,11 +197,11 @@ def local_gradients(module: ActorCriticModule) -> Iterator[None]:
 
 
 def average_gradients(module: ActorCriticModule) -> None:
-    """The mean over ranks of what :func:`local_gradients` has gathered, also where a rank has no gradient at all.
+    """Average the gradients from :func:`local_gradients` over ranks, also if a rank has none.
 
-    DDP communicates in backward passes only. This one adds 0 to every gradient, and so makes DDP average what is there.
+    DDP communicates in backward passes only. The one here adds 0 to every gradient, and so makes DDP average them.
     FSDP2 averages the gradients of sharded weights in each backward pass, which keeps a rank's memory at its slices;
-    those of the others, a handful of numbers, are averaged here.
+    the few gradients of other parameters are averaged here.
     """
     trained = [p for p in module.parameters() if p.requires_grad]
     if isinstance(module.trainer.strategy, DDPStrategy):
@@ -223,5 +223,5 @@ class _Touch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        # One number seen as the whole tensor: no memory.
+        # One number expanded to the whole tensor: no memory.
         return tuple(torch.zeros((), dtype=d, device=v).expand(shape) for shape, d, v in ctx.parameters)

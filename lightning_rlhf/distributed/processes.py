@@ -1,4 +1,4 @@
-"""Several processes of one run: who this one is, and what they tell one another outside of tensors."""
+"""Several processes of one run: this one's rank, and exchange of plain objects."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def gather_objects(value: _Object) -> list[_Object]:
 
 
 def together(work: Callable[[], _Object]) -> _Object:
-    """Run ``work`` on every rank, each its own; an error of one is raised on all, so that none waits for it in vain.
+    """Run ``work`` on every rank; an error on one is raised on all, so that no rank waits in vain.
 
     No rank returns before all have ended their work.
 
@@ -38,7 +38,7 @@ def together(work: Callable[[], _Object]) -> _Object:
         What this rank's ``work`` returned.
 
     Raises:
-        Exception: that of the first rank where there was one, with an attribute ``on_every_rank`` that is true.
+        Exception: that of the first rank that had one, with an attribute ``on_every_rank`` that is true.
     """
     if place()[1] == 1:
         return work()
@@ -50,7 +50,7 @@ def together(work: Callable[[], _Object]) -> _Object:
         own = error
     try:
         errors = gather_objects(_portable(own))
-    except Exception as broken:  # the others are not there any more
+    except Exception as broken:  # the other ranks are gone
         raise own or broken from None
     for rank, first in enumerate(errors):
         if first is not None:
@@ -61,7 +61,7 @@ def together(work: Callable[[], _Object]) -> _Object:
 
 
 def _portable(error: Exception | None) -> Exception | None:
-    """The error as another process can read it: some cannot be pickled, or not be built again."""
+    """The error in a form that another process can read: some cannot be pickled or unpickled."""
     try:
         return pickle.loads(pickle.dumps(error))
     except Exception:  # whatever the error's own methods raise
@@ -69,5 +69,5 @@ def _portable(error: Exception | None) -> Exception | None:
 
 
 def is_first() -> bool:
-    """Whether this process speaks for all of them, before they have met."""
+    """Whether this is rank 0, known before the process group exists."""
     return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))) == 0

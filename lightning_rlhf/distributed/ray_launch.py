@@ -1,7 +1,7 @@
 """Workers of Ray Train (``trainer=ray``): placed and watched by Ray, started again from the newest whole checkpoint.
 
-What a worker gets is the checked configuration, as a file in the output folder, which all machines must see: the
-checkpoints lie there, too. Ray itself neither sees checkpoints nor metrics.
+A worker reads the checked configuration from a file in the output folder, which all machines must see: checkpoints are
+written there, too. Ray itself sees neither checkpoints nor metrics.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ except ImportError as error:
 log = logging.getLogger(__name__)
 
 
-# --- where the command is typed --------------------------------------------------------------------------------------
+# --- in the command's process ----------------------------------------------------------------------------------------
 
 
 def start(config: Mapping[str, Any]) -> dict[str, float]:
@@ -58,7 +58,7 @@ def start(config: Mapping[str, Any]) -> dict[str, float]:
         What the first worker returned.
 
     Raises:
-        InputError: there is no such cluster, it lacks the resources, or what is given cannot work.
+        InputError: there is no such cluster, it lacks the resources, or the configuration cannot work.
         RunFailed: workers failed more often than ``trainer.ray.max_failures``.
         Interrupted: SIGINT, SIGTERM or SIGHUP; the workers have ended between two iterations, or at once after a
             second one.
@@ -99,14 +99,14 @@ def start(config: Mapping[str, Any]) -> dict[str, float]:
 
 
 class _Trainer(TorchTrainer):
-    """Ray's own handler of SIGINT aborts the run; a second signal does that here, too, as the connection is closed."""
+    """Without Ray's SIGINT handler, which aborts the run; here a second signal does, by closing the connection."""
 
     def _register_sigint_handler(self, controller: Any) -> None:
         pass
 
 
 def scaling_of(settings: RaySettings, accelerator: str) -> ScalingConfig:
-    """Workers, and what each of them reserves."""
+    """Workers, and the resources that each reserves."""
     device, _ = DEVICES[accelerator]
     resources = {"CPU": 1, **device, **(settings.resources_per_worker or {})}
     return ScalingConfig(num_workers=settings.workers, use_gpu="GPU" in resources, resources_per_worker=resources)
@@ -120,10 +120,10 @@ def process_group_of(trainer: Mapping[str, Any]) -> TorchConfig:
 
 
 def of_processes() -> dict[str, Any]:
-    """What all processes of Ray are started with: they import what this one can; paths mean the same everywhere."""
+    """Runtime environment of all Ray processes: they import the same modules as this process."""
     variables = {
         "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
-        "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # what is printed would be shown twice, as it goes to a log as well
+        "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # else printed lines appear twice, as they go to a log, too
         **waiting(),
     }
     return {"env_vars": variables, "worker_process_setup_hook": f"{quiet_ray.__module__}.quiet_ray"}
@@ -131,7 +131,7 @@ def of_processes() -> dict[str, Any]:
 
 @contextmanager
 def connected(settings: RaySettings) -> Iterator[bool]:
-    """A connection to a cluster, or to a Ray of this machine that lives as long as the block; whether it is the latter.
+    """Connect to a cluster, or start Ray on this machine for this context; yields whether Ray was started here.
 
     Raises:
         InputError: there is no such cluster, or it refuses the arguments.
@@ -144,9 +144,9 @@ def connected(settings: RaySettings) -> Iterator[bool]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray warns of the old choice at every start
     processes = of_processes()
-    if address == "local":  # nobody takes this machine away while we stay
+    if address == "local":  # this machine is not preempted while the command runs
         processes["env_vars"]["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
-    # Ray's handler stays behind, and Lightning, which saves at SIGTERM, sets none where there is one.
+    # Ray leaves its handler installed, and Lightning, which saves at SIGTERM, does not replace an existing one.
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address, logging_level=logging.ERROR, runtime_env=processes, **arguments)
@@ -162,10 +162,10 @@ def connected(settings: RaySettings) -> Iterator[bool]:
 
 
 def check_resources(scaling: ScalingConfig, *, may_grow: bool) -> None:
-    """Refuse what the machine does not have; other machines may still join a cluster, so there it is only said.
+    """Refuse more than this machine has; only warn for a cluster, which other machines may still join.
 
     Raises:
-        InputError: the workers reserve more than there is and will be.
+        InputError: the workers reserve more than there will ever be.
     """
     there = ray.cluster_resources()
     needed = {name: need for name, need in scaling.total_resources.items() if need > there.get(name, 0)}
@@ -197,7 +197,7 @@ def work(task: Mapping[str, Any]) -> dict[str, float]:
             the first start.
 
     Raises:
-        Refused: what is given cannot work, here or anywhere.
+        Refused: the configuration cannot work, here or on any machine.
         RuntimeError: training failed; the traceback has been printed.
     """
     rank = int(os.environ["RANK"])
@@ -218,27 +218,27 @@ def work(task: Mapping[str, Any]) -> dict[str, float]:
         with quiet():
             config = OmegaConf.create(Path(task["file"]).read_text(encoding="utf-8"))
             return run(_continued(check(config), task["before"]))  # type: ignore[arg-type]
-    except Interrupted as stop:  # no failure, after which Ray would start all again
+    except Interrupted as stop:  # not a failure, after which Ray would restart all
         return {launch.INTERRUPTED: stop.signum}
     except InputError as error:
         raise Refused(f"worker {rank} on {socket.gethostname()}: {error}") from None
     except Exception as error:
         print(f"worker {rank} on {socket.gethostname()}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-        # As plain text: not every error can be sent, and who receives it may lack its class.
+        # As plain text: not every error can be sent, and the receiver may lack its class.
         raise RuntimeError(f"{type(error).__name__}: {error}") from None
 
 
 def _continued(config: dict[str, Any], before: Mapping[str, int]) -> dict[str, Any]:
-    """The configuration of this start: after a failure it resumes what earlier starts have left.
+    """The configuration of this start: after a failure it resumes from files of earlier starts.
 
-    What lay in the folder ``before`` the first start is not theirs; ``resume`` alone decides about that.
+    Files in the folder ``before`` the first start are not theirs; ``resume`` alone decides about those.
     """
     folder = Path(config["output_dir"]).absolute()
     now = _own_files(folder)
     new = {path for path, written in now.items() if before.get(path) != written}
     newest = latest_valid(folder / "checkpoints")
     checkpoint = str(newest) if str(newest) in new else None
-    checkpoint, tracked = gather_objects((checkpoint, str(folder / RUN_RECORD) in new))[0]  # the first decides for all
+    checkpoint, tracked = gather_objects((checkpoint, str(folder / RUN_RECORD) in new))[0]  # rank 0 decides for all
     if checkpoint is not None:
         config["resume"] = checkpoint
     if tracked:

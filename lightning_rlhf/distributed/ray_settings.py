@@ -1,4 +1,4 @@
-"""What Ray Train is asked for (``trainer.ray``), and what must go with it; needs no Ray."""
+"""Settings of Ray Train (``trainer.ray``), and the options they require; needs no Ray."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_rlhf.settings import SettingError, build
 STRATEGY = "lightning_rlhf.distributed.strategies.RayDDPStrategy"
 
 DEVICES: dict[str, tuple[dict[str, float], str]] = {"cpu": ({}, "gloo"), "gpu": ({"GPU": 1}, "nccl")}
-"""By ``trainer.accelerator``: Ray's resource that is one device, and what carries messages between them."""
+"""By ``trainer.accelerator``: Ray's resource for one device, and the backend of the process group."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class RaySettings:
     max_failures: int = 3
     """Restarts after a failed worker; -1: without limit."""
     address: str | None = None
-    """Of a running cluster; null: $RAY_ADDRESS, else one of this machine alone is started for the run."""
+    """Of a running cluster; null: $RAY_ADDRESS, else Ray is started on this machine alone for the run."""
     init: Mapping[str, Any] | None = field(
         default_factory=lambda: {"include_dashboard": False, "object_store_memory": 100_000_000}
     )
-    """Arguments of ``ray.init`` for the one that is started."""
+    """Arguments of ``ray.init`` if Ray is started on this machine."""
 
     def __post_init__(self) -> None:
         bounded("trainer.ray", at_least=1, whole=True, workers=self.workers)

@@ -1,4 +1,4 @@
-"""What goes on in Ray's controller of a training; imports nothing of a training, as that process only watches."""
+"""The callback in Ray's controller process; imports nothing of a training, as that process only watches."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ray.train import UserCallback
 
 
 class Refused(ValueError):
-    """What a worker was given cannot work, and will not at another start."""
+    """The configuration of a worker cannot work, at no other start either."""
 
 
 class Watch(UserCallback):
-    """Says why workers failed, and ends the run at once where another start would fail, too.
+    """Prints why workers failed, and ends the run at once if another start would fail, too.
 
     Args:
         max_failures: restarts that Ray was told to make; -1: without limit.
@@ -26,14 +26,14 @@ class Watch(UserCallback):
         """Called once for each failure, before Ray decides whether to start again.
 
         Raises:
-            Refused: a worker did. Ray does not try again after an error raised here.
+            Refused: a worker raised it. Ray does not restart after an error raised here.
         """
         self.failures += 1
         for error in worker_exceptions.values():
             if isinstance(error, Refused):
                 raise error
         if 0 <= self.max_failures < self.failures:
-            return  # the command says it
+            return  # the command prints it
         limit = f" of {self.max_failures}" if self.max_failures >= 0 else ""
         end = f"all workers start again from the newest whole checkpoint (restart {self.failures}{limit})"
         print("\n".join([*failures(worker_exceptions), end]), flush=True)

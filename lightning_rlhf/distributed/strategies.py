@@ -29,7 +29,7 @@ PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 class DDPStrategy(strategies.DDPStrategy):
     """A whole copy of the model on every device (DistributedDataParallel).
 
-    Gradients lie in the buffers they are sent from, which saves a copy of them.
+    Gradients are views of the communication buffers, which saves a copy of them.
 
     Args:
         process_group_backend: of ``torch.distributed``; ``None`` is what PyTorch has for the device (nccl, gloo).
@@ -56,7 +56,7 @@ class FSDP2Strategy(strategies.ModelParallelStrategy):
     Args:
         checkpoint: ``sharded``: a folder, to which every rank writes its slices; ``full``: one file, which rank 0
             writes after it has gathered everything in its host memory. Either is read by any number of processes.
-        cpu_offload: slices of weights, gradients and optimiser state lie in host memory, where the step is taken.
+        cpu_offload: slices of weights, gradients and optimiser state are kept in host memory; the step runs on the CPU.
         layers: dotted name of the list of decoder layers, as ``model.layers``; ``None`` finds it.
         process_group_backend: of ``torch.distributed``; ``None`` is what PyTorch has for the device (nccl, gloo).
         timeout_seconds: after which a rank that waits for another gives up.
@@ -114,7 +114,7 @@ class FSDP2Strategy(strategies.ModelParallelStrategy):
         self.setup_precision_plugin()
 
     def model_to_device(self) -> None:
-        """Move what is not sharded; slices lie where they belong."""
+        """Move the parts that are not sharded; slices are on their device already."""
         assert self.model is not None and self.lightning_module is not None
         if not self.cpu_offload:
             self.model.to(self.root_device)
@@ -131,19 +131,19 @@ class FSDP2Strategy(strategies.ModelParallelStrategy):
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Names and tensors, sharded ones as they are: the module takes out what it does not want to save."""
+        """Names and tensors, sharded ones not gathered: the module removes entries that it does not save."""
         assert self.lightning_module is not None
         return self.lightning_module.state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimiser's own ``state_dict``, the same as of one process but for sharded tensors."""
+        """The optimiser's own ``state_dict``, as with one process, except for sharded tensors."""
         return getattr(optimizer, "optimizer", optimizer).state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a folder or a file; called on every rank.
 
         Raises:
-            CheckpointError: it could not be written; of a folder on every rank, of a file on the one that writes.
+            CheckpointError: it could not be written; for a folder on every rank, for a file on rank 0.
         """
         path = Path(self.broadcast(filepath))
         if self._save_distributed_checkpoint:
@@ -172,7 +172,7 @@ class FSDP2Strategy(strategies.ModelParallelStrategy):
 
 
 def _placed_entries(entries: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
-    """What the optimiser keeps for one parameter; moments lie as the parameter does, counters are whole."""
+    """The optimiser's state of one parameter; moments are sharded like the parameter, counters are whole."""
     return {
         name: placed(value, parameter) if isinstance(value, Tensor) and value.shape == parameter.shape else value
         for name, value in entries.items()
@@ -180,7 +180,7 @@ def _placed_entries(entries: Mapping[str, Any], parameter: Tensor) -> dict[str, 
 
 
 def _collected(value: Any, *, keep: bool) -> Any:
-    """Sharded tensors gathered one at a time, which every rank takes part in; they stay, on the CPU, where ``keep``."""
+    """Gather sharded tensors one at a time (a collective operation); kept, on the CPU, if ``keep``."""
     if isinstance(value, DTensor):
         tensor = whole(value)
         return tensor.cpu() if keep else None
@@ -192,7 +192,7 @@ def _collected(value: Any, *, keep: bool) -> Any:
 
 
 class RayDDPStrategy(DDPStrategy):
-    """:class:`DDPStrategy` in workers of Ray Train, which say who they are, have met and hold one device each.
+    """:class:`DDPStrategy` in workers of Ray Train: Ray sets rank, process group and device of each.
 
     Args:
         process_group_backend: Ray opens the process group, with this backend; ``None``: nccl or gloo.

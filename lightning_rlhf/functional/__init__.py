@@ -1,1 +1,1 @@
-"""Pure tensor functions: no Lightning, no config objects, nothing that remembers."""
+"""Pure tensor functions: no Lightning, no config objects, no state."""

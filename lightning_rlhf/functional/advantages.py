@@ -1,8 +1,8 @@
 """From rewards to advantages. Column ``t`` of every ``[B, R]`` tensor speaks of response token ``t``.
 
-Advantages and returns are targets: nothing here carries a gradient. Masked tokens may hold anything and get 0.
-Whitening is left to :func:`lightning_rlhf.functional.stats.whiten`, over the tokens that enter the loss.
-Supported are float32 and float64; what adds up along a row refuses float16 and bfloat16.
+Advantages and returns are targets: nothing here carries a gradient. Masked tokens may hold any value and get 0.
+Whitening is left to :func:`lightning_rlhf.functional.stats.whiten`, over the tokens that enter the loss. float32 and
+float64 are supported; functions that sum along a row refuse float16 and bfloat16.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def token_rewards(scores: Tensor, mask: Tensor, kl: Tensor | None = None, kl_coe
     """Reward of each token: minus the KL penalty on every valid token, plus the score on the last valid one.
 
     Args:
-        scores: ``[B]``, one number per sequence. That of a row without a valid token is lost, there is no place for it.
+        scores: ``[B]``, one number per sequence. The score of a row without a valid token is dropped.
         mask: ``[B, R]``, true on response tokens.
         kl: ``[B, R]``, per-token estimate, see :func:`lightning_rlhf.functional.kl.kl_estimate`.
         kl_coefficient: beta; at 0 there is no penalty, even where ``kl`` is infinite.
@@ -31,7 +31,7 @@ def token_rewards(scores: Tensor, mask: Tensor, kl: Tensor | None = None, kl_coe
     mask = mask.bool()
     require_same_shape(scores=scores, rows=mask.any(-1))
     require_float32(scores=scores, kl=kl)
-    # One valid token still to come, itself included: the last one, and a hole just before it, where the mask is false.
+    # Exactly one valid token from here on: at the last one, and in a hole just before it, which ``mask`` excludes.
     last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
     rewards = select_valid(scores.unsqueeze(-1), last)
     if kl is None or kl_coefficient == 0:
@@ -47,7 +47,7 @@ def gae(
     """Generalised advantage estimation (Schulman et al. 2015, arXiv 1506.02438) over the valid tokens of each row.
 
     ``delta_t = r_t + gamma V_next - V_t`` and ``A_t = delta_t + gamma lam A_next``, where "next" is the next **valid**
-    token: a masked one in between passes both on and takes no time.
+    token: masked tokens in between are skipped and not discounted.
 
     Args:
         rewards: ``[B, R]``, see :func:`token_rewards`.
@@ -78,8 +78,8 @@ def gae(
 def rewards_to_go(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
     """Discounted sum of the rewards from each token on: ``G_t = r_t + gamma G_{t+1}``.
 
-    The discount counts **positions**: a masked token inside a response gives no reward but takes its time. (In
-    :func:`gae` it takes none, as values exist at valid tokens alone.) Without such holes there is no difference.
+    The discount counts **positions**: a masked token inside a response gives no reward but is discounted. (In
+    :func:`gae` it is not, as values exist at valid tokens alone.) Without such holes there is no difference.
 
     Args:
         rewards: ``[B, R]``.
@@ -102,12 +102,12 @@ def grpo_advantages(scores: Tensor, group: Tensor, mask: Tensor, *, normalise_st
     Args:
         scores: ``[B]``, one number per sequence.
         group: ``[B]`` int64; samples of one prompt share a number, and lie on one rank.
-        mask: ``[B, R]``, true on tokens that enter the loss. Rows without any are no part of their group.
+        mask: ``[B, R]``, true on tokens that enter the loss. Rows without any do not count in their group.
         normalise_std: divide by the unbiased standard deviation (+ 1e-6); false is Dr. GRPO (Liu et al. 2025).
 
     Returns:
         ``[B, R]``: one number per row on its valid tokens; 0 in a group of one, and where the scores of a group are
-        equal up to rounding, which dividing would bring to the size of a signal.
+        equal up to rounding: dividing would turn rounding errors into a signal.
     """
     centred, mean, size, members = _centre(scores, group, mask)
     if normalise_std:
@@ -185,5 +185,5 @@ def _group_sum(x: Tensor, members: Tensor, groups: int) -> Tensor:
 
 
 def _spread(advantages: Tensor, scores: Tensor, mask: Tensor) -> Tensor:
-    """One number per row to its valid tokens, in the dtype of the scores."""
+    """Give each row's number to its valid tokens, in the dtype of the scores."""
     return select_valid(advantages.to(scores.dtype).unsqueeze(-1), mask)

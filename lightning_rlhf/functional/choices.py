@@ -1,4 +1,4 @@
-"""Names of the variants that a setting chooses from; apart from the functions, so that settings need no tensors."""
+"""Names of the variants that a setting chooses from; in a file of their own, so that settings need not import torch."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 ``l_t = log p_trainer - log p_engine`` of the sampled token, always in this order. Column ``t`` of every ``[B, R]``
 tensor speaks of response token ``t``. Sums and means run over valid tokens first and are clamped to +-20 then, so that
-no ``exp`` overflows; masked slots are selected away and may hold anything. Nothing here carries a gradient: a weight
-that did would change the objective.
+no ``exp`` overflows; masked slots are replaced by 0 and may hold any value. Nothing here carries a gradient: a gradient
+through the weights would change the objective.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Missing = Literal["neutral", "reject"]
 
 @dataclass(frozen=True)
 class Plan:
-    """What :func:`correct` is to do; the limits in it may change from batch to batch.
+    """Settings of :func:`correct`; its limits may change from batch to batch.
 
     Attributes:
         level: importance weights ``exp(l_t)`` (token), ``exp(sum l)`` (sequence) or ``exp(mean l)`` (geometric), the
@@ -39,8 +39,8 @@ class Plan:
             them again.
         rules: a token has to pass all of them.
         veto: a row with a token of smaller ratio than this is rejected as a whole; ``None`` for no veto.
-        missing: what becomes of a token without a finite log-probability of the engine: ratio 1 (neutral), or its row
-            is rejected (the product over the row is unknown).
+        missing: treatment of a token without a finite log-probability of the engine: ratio 1 (neutral), or its row is
+            rejected (the product over the row is unknown).
     """
 
     level: WeightLevel | None = None
@@ -54,19 +54,19 @@ class Plan:
 
     @property
     def lowest(self) -> float:
-        """Lower edge of the band around 1 that ``cap`` is the upper edge of."""
+        """Smallest weight that ``mode: mask`` leaves, by default ``1 / cap``."""
         return 1.0 / self.cap if self.floor is None else self.floor
 
     def adjusted(self, cap: float, scale: float) -> Plan:
-        """With another cap, and rejection bands ``scale`` times as wide."""
+        """A copy with another cap, and rejection bands ``scale`` times as wide."""
         return replace(self, cap=cap, rules=tuple(rule.scaled(scale) for rule in self.rules))
 
 
 class Correction(NamedTuple):
-    """What :func:`correct` found; everything detached.
+    """Result of :func:`correct`; all tensors are detached.
 
     Attributes:
-        plan: the limits it was found with.
+        plan: the plan that was applied.
         ratio: the log-ratios.
         raw: ``[B, R]`` (token level) or ``[B, 1]``: weights before truncation; ``None`` without weights.
         weights: ``[B, R]``, as the loss uses them, 0 at masked tokens; ``None`` without weights.
@@ -90,8 +90,8 @@ class Correction(NamedTuple):
 def correct(train_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, plan: Plan) -> Correction:
     """Weights and accepted tokens of one batch.
 
-    Each rule and the veto look at the original mask; weights are not touched by rejection, but for the mean that
-    ``plan.normalise`` divides them by.
+    Each rule and the veto look at the original mask; rejection changes weights only through the mean that
+    ``plan.normalise`` divides by.
 
     Args:
         train_logprobs, rollout_logprobs, mask: see :func:`log_ratio`.
@@ -140,7 +140,7 @@ def normalised_weights(weights: Tensor, keep: Tensor, plan: Plan) -> tuple[Tenso
     if plan.level == "token":
         values, counted = weights, keep
     else:
-        # One weight a row, 0 at padding; amax knows no maximum of no columns.
+        # One weight per row, 0 at padding; amax fails on zero columns.
         values = weights.amax(-1) if weights.shape[-1] else weights.new_zeros(len(weights))
         counted = keep.any(-1)
     sums = torch.stack([select_valid(values, counted).sum(dtype=torch.float64), counted.sum(dtype=torch.float64)])

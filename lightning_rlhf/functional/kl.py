@@ -12,7 +12,7 @@ from lightning_rlhf.functional.choices import KLEstimator
 from lightning_rlhf.functional.stats import require_float32, require_same_shape, select_valid
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to +- this before ``exp``: e^20 is 4.9e8, beyond any ratio that means something."""
+"""Log-ratios are clamped to +- this before ``exp``: e^20 is 4.9e8, beyond any meaningful ratio."""
 
 MAX_RELATIVE_ERROR = 0.2
 MIN_FACTOR = 0.1
@@ -24,8 +24,8 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLEstimator, *, ma
 
     With ``d = log ref - log policy`` (Schulman, "Approximating KL divergence", 2020): ``k1 = -d``, unbiased and of
     either sign; ``k2 = d^2 / 2``, biased and never negative; ``k3 = exp(d) - 1 - d``, unbiased and never negative;
-    ``abs = |d|``. In k3 alone ``d`` is clamped to +-20, value and derivative being those at the bound beyond it, so
-    that the worst tokens are finite and still pulled back. The value of k3 is not clamped.
+    ``abs = |d|``. Only in k3 ``d`` is clamped to +-20; beyond the bound value and derivative stay those at the bound,
+    so that the worst tokens are finite and still pulled back. The value of k3 is not clamped.
 
     Args:
         logprobs: of the sampled tokens under the policy, any shape, e.g. ``[B, R]``.
@@ -36,8 +36,8 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLEstimator, *, ma
 
     Raises:
         ValueError: an unknown estimator, shapes that differ, float16 or bfloat16 (float32 and float64 are allowed), or
-            a gradient of k1 asked for: that is the gradient of the log-probability alone, zero on average and ignorant
-            of the reference, so k1 is no loss term.
+            a gradient of k1 asked for: that is the gradient of the log-probability alone, zero on average and
+            independent of the reference, so k1 is no loss term.
     """
     require_same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
     require_float32(logprobs=logprobs, ref_logprobs=ref_logprobs)
@@ -62,7 +62,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLEstimator, *, ma
 
 
 class _ClampKeepGradient(torch.autograd.Function):
-    """Clamp to +- a bound whose derivative is 1 everywhere, where ``clamp`` has 0 beyond the bound."""
+    """Clamp to +- ``bound`` with derivative 1 everywhere; that of ``clamp`` is 0 beyond the bound."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bound: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""The log-ratio between trainer and engine, which weights, rejection and metrics are made of."""
+"""The log-ratio between trainer and engine, from which weights, rejection and metrics are computed."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def log_ratio(train_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) ->
     """Log-ratios of the sampled tokens.
 
     The difference is taken in float32 at least: two log-probabilities near -10 in bfloat16 are each off by 0.03, which
-    is the size of what is looked for. NaN of the **trainer** on a valid token stays visible.
+    is the size of the gap to be measured. NaN of the **trainer** on a valid token stays visible.
 
     Args:
-        train_logprobs: ``[B, R]``, the trainer's; may carry a gradient, which goes no further.
+        train_logprobs: ``[B, R]``, the trainer's; may carry a gradient, which is cut off here.
         rollout_logprobs: ``[B, R]``, the engine's, under the distribution it sampled from.
         mask: ``[B, R]``, true on response tokens.
     """

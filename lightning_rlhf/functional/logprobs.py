@@ -30,7 +30,7 @@ _CPU_TILE = 1 << 20
 """Logits per tile on a CPU: 4 MiB in fp32, so that the passes over a tile find it in the cache."""
 
 _DEVICE_TILE = 1 << 26
-"""Logits per tile elsewhere: 256 MiB in fp32, so that kernels take long beside their launch."""
+"""Logits per tile elsewhere: 256 MiB in fp32, so that kernels take much longer than their launch."""
 
 
 def response_hidden(hidden: Tensor, response_length: int) -> Tensor:
@@ -93,7 +93,7 @@ def token_logprobs(
         bias: ``[V]``, bias of the output embedding.
         temperature: sampling temperature; divides the logits.
         softcap: bound of the logits (Gemma's ``final_logit_softcapping``); ``None`` leaves them as they are.
-        chunk_size: tokens worked on at a time, against a slice of the vocabulary or all of it. It bounds the scratch
+        chunk_size: tokens processed at once, against a slice of the vocabulary or all of it. It bounds the scratch
             memory by ``chunk_size x V`` numbers per buffer; very small chunks are slow.
         entropy: ``"none"`` does not compute it, ``"detached"`` gives the value without a gradient, ``"gradient"``
             the value with its gradient.
@@ -116,7 +116,7 @@ class _Settings:
     """What the autograd function needs besides tensors."""
 
     compute: torch.dtype
-    """Of the matrix products, backward too. Autocast, which leaves ``out=`` and in-place products alone, has no say."""
+    """Dtype of the matrix products, also in backward; autocast does not affect products with ``out=`` or in place."""
     temperature: float
     softcap: float | None
     chunk_size: int
@@ -124,7 +124,7 @@ class _Settings:
 
     @property
     def accumulate(self) -> torch.dtype:
-        """Of everything else."""
+        """Dtype of everything else."""
         return torch.promote_types(self.compute, torch.float32)
 
 
@@ -176,7 +176,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 class _Tiles:
-    """The logits ``[N, V]`` one tile ``[n, v]`` at a time, in buffers that every tile uses again."""
+    """The logits ``[N, V]`` one tile ``[n, v]`` at a time, in buffers that all tiles share."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: _Settings) -> None:
         self.hidden, self.weight, self.bias, self.settings = hidden, weight, bias, settings
@@ -220,7 +220,7 @@ class _Tiles:
         return logits
 
     def exp(self, logits: Tensor) -> Tensor:
-        """``exp(logits)`` beside the logits."""
+        """``exp(logits)`` in a second buffer."""
         return torch.exp(logits, out=self.buffer("exp", logits.shape, logits.dtype))
 
     def slope(self, logits: Tensor) -> Tensor | None:
@@ -279,13 +279,13 @@ class _RunningSoftmax:
         return (self.label_logit - self.maximum) - self.total.log()
 
     def entropy(self) -> Tensor | None:
-        """Entropy of each row, if it was asked for."""
+        """Entropy of each row, if requested."""
         return None if self.moment is None else self.total.log() - self.moment / self.total
 
 
 @dataclass(frozen=True)
 class _Upstream:
-    """Incoming gradients, and what else the backward pass knows of each row; every field is ``[N]``."""
+    """Incoming gradients and saved statistics of each row; every field is ``[N]``."""
 
     labels: Tensor
     maximum: Tensor
@@ -300,13 +300,13 @@ class _Upstream:
     def to_logits(self, tiles: _Tiles, rows: slice, columns: slice, embedding: Tensor) -> Tensor:
         """``[n, v]`` gradient with respect to a tile's raw logits, made in place of the logits.
 
-        By the scaled logits: ``d log p_y = 1_y - p`` and ``d entropy = -p (log p + entropy)``.
+        With respect to the scaled logits: ``d log p_y = 1_y - p`` and ``d entropy = -p (log p + entropy)``.
         """
         logits = tiles.logits(rows, columns, embedding)
         slope = tiles.slope(logits)
         logits.sub_(self.maximum[rows, None])
         logprobs, total = self.logprobs[rows], self.total[rows]
-        # p = exp(logits) / total; whatever is one number per row is worked out before it meets the tile.
+        # p = exp(logits) / total; per-row factors are multiplied with each other before the tile.
         if self.entropies is None or self.entropy is None:
             gradient = logits.exp_().mul_((-logprobs / total)[:, None])
         else:
@@ -376,7 +376,7 @@ def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 
 
 def _check(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, settings: _Settings) -> None:
-    """Refuse what does not fit together, before a kernel says it less clearly."""
+    """Refuse arguments that do not fit together, more clearly than a kernel would."""
     if not (hidden.is_floating_point() and weight.is_floating_point()):
         raise ValueError(f"hidden is {hidden.dtype}, weight {weight.dtype}: floating-point dtypes are allowed")
     if weight.ndim != 2 or hidden.ndim < 1 or hidden.shape[-1] != weight.shape[1]:

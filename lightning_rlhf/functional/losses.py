@@ -1,8 +1,8 @@
 """Losses of PPO and its relatives. Column ``t`` of every ``[B, R]`` tensor speaks of response token ``t``.
 
-Masked tokens are selected away **before** ``exp`` and products, so that NaN or infinity in padding reaches neither the
+Masked tokens are replaced by 0 **before** ``exp`` and products, so that NaN or infinity in padding reaches neither the
 value nor the gradient. Where everything is masked the loss is 0 and still connected to the graph, with gradient 0.
-Supported are float32 and float64; float16 and bfloat16 are refused, but for importance weights, which may be stored so.
+float32 and float64 are supported; float16 and bfloat16 are refused, except for stored importance weights.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ TOKEN_MEAN = LossScale()
 
 
 class PolicyLoss(NamedTuple):
-    """Policy loss, and what metrics need of it; everything but the loss is detached.
+    """Policy loss, and tensors for metrics; everything but the loss is detached.
 
     Attributes:
         loss: scalar.
@@ -68,8 +68,8 @@ class PolicyLoss(NamedTuple):
         clipped: ``[B, R]`` bool, valid tokens where the clip is **active**: the clipped term is the larger loss and the
             gradient is 0. A ratio outside the band whose clip does not bind is not counted.
         clipped_lower: ``[B, R]`` bool, valid tokens where the dual clip is active.
-        accepted: ``[B, R]`` bool, the tokens that the loss was taken over where rejection follows the moving policy;
-            ``None`` for all valid ones. Whatever else is learned from the micro-batch, and its metrics, keep to them.
+        accepted: ``[B, R]`` bool, the tokens in the loss if rejection depends on the current policy; ``None``: all
+            valid tokens. Other loss terms of the micro-batch and its metrics use the same tokens.
     """
 
     loss: Tensor
@@ -87,15 +87,15 @@ class ValueLoss(NamedTuple):
 
 
 def aggregate(loss: Tensor, mask: Tensor, scale: LossScale = TOKEN_MEAN) -> Tensor:
-    """One number from token losses, over valid tokens; rows without any are in no denominator.
+    """Aggregate token losses over valid tokens; rows without any count in no denominator.
 
     Args:
         loss: ``[B, R]``.
         mask: ``[B, R]``, true on valid tokens.
-        scale: what is averaged, and over how many.
+        scale: the aggregation and its denominators.
 
     Raises:
-        ValueError: shapes that differ, half precision, or a denominator that is none.
+        ValueError: shapes that differ, half precision, or an invalid denominator.
     """
     require_same_shape(loss=loss, mask=mask)
     require_float32(loss=loss)
@@ -176,7 +176,7 @@ def reinforce_policy_loss(
 
     Args:
         logprobs: ``[B, R]`` under the current policy; the only argument with a gradient.
-        rollout_logprobs: ``[B, R]`` under the policy that sampled; for the ratio that is reported.
+        rollout_logprobs: ``[B, R]`` under the policy that sampled; only for the reported ratio.
         advantages: ``[B, R]``.
         mask: ``[B, R]``, true on valid tokens.
         weights: ``[B, R]`` importance weights, constants; absent means 1.
@@ -191,7 +191,7 @@ def reinforce_policy_loss(
     if weights is not None:
         require_same_shape(weights=weights, mask=mask)
         gain = gain * select_valid(weights.detach(), mask)
-    # A token without a gain teaches nothing, whatever its probability: 0 times -inf would be NaN.
+    # Tokens with gain 0 are left out: 0 times a log-probability of -inf would be NaN.
     loss = -gain * select_valid(logprobs, mask.bool() & (gain != 0))
     scalar = aggregate(loss, mask, scale)
     log_ratio = select_valid(logprobs.detach() - rollout_logprobs.detach(), mask)
@@ -245,7 +245,7 @@ def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: Rati
         return log_ratio
     if level == "sequence":
         mean = log_ratio.sum(-1, keepdim=True) / mask.bool().sum(-1, keepdim=True).clamp(min=1)
-        # The row's value with each token's own gradient; the two equal terms cancel exactly, infinities would not.
+        # The row's mean as value, each token's own gradient; own - own.detach() is exactly 0, but NaN for infinities.
         own = select_valid(log_ratio, log_ratio.isfinite())
         return select_valid(mean.detach() + (own - own.detach()), mask)
     raise ValueError(f"ratio level {level!r} is not allowed: one of {', '.join(get_args(RatioLevel))}")
@@ -261,7 +261,7 @@ def _check_clip(low: float, high: float, dual: float | None) -> None:
 
 
 def _denominator(name: str, given: float | Tensor | None, mask: Tensor, counted: Tensor) -> float | Tensor:
-    """What was given, or else counted, as it is; 1 in place of 0 where nothing is valid and the numerator is 0."""
+    """The given denominator, or else the counted one; 1 in place of 0 if nothing is valid (the numerator is 0 then)."""
     if given is None:
         return counted.clamp(min=1)
     number = float(given)

@@ -50,7 +50,7 @@ RULES: dict[str, tuple[Over, Kind]] = {
     "seq_max_k2": ("max", "k2"),
     "seq_max_k3": ("max", "k3"),
 }
-"""Every rule by name: what it is taken over, and of what."""
+"""Every rule by name: how tokens are reduced, and the statistic of a token."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,9 @@ class Rule:
         return replace(self, upper=self.upper**factor, lower=self.lower**factor)
 
     def statistic(self, ratio: LogRatio) -> Tensor:
-        """``[B, R]`` or, per row, ``[B, 1]``: what is compared, as a log-ratio (``ratio``, ``k1``) or in nats.
+        """``[B, R]`` or, per row, ``[B, 1]``: the value to compare, as a log-ratio (``ratio``, ``k1``) or in nats.
 
-        Sums and means of log-ratios are those of the tokens as they are; divergences are taken of clamped tokens.
+        Sums and means of log-ratios use unclamped tokens; divergences use clamped ones.
         """
         bounded = ratio.token.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         if self.kind in ("ratio", "k1"):
@@ -111,9 +111,9 @@ class Rule:
         return math.log(self.lower), math.log(self.upper)
 
     def accepts(self, statistic: Tensor) -> Tensor:
-        """Whether each entry lies inside, bounds included. NaN is not outside: it must reach the loss and be seen.
+        """Whether each entry lies inside, bounds included. NaN counts as inside, so that the loss shows it.
 
-        Log-ratios are clamped to +-20, beyond which one is as far off as another.
+        Log-ratios are clamped to +-20: differences beyond do not matter.
         """
         lower, upper = self.bounds()
         if self.lower is not None:

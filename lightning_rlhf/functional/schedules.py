@@ -1,4 +1,4 @@
-"""Learning-rate schedules as functions of how much of the run is done."""
+"""Learning-rate schedules as functions of the run's progress."""
 
 from __future__ import annotations
 

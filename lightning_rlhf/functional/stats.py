@@ -1,9 +1,9 @@
 """Statistics over the valid elements of all ranks.
 
-Sums are taken in float64, added up over the ranks, and only then divided; a mean of the ranks' own means is wrong as
-soon as one rank holds more valid elements than another. A rank without a valid element takes part in every reduction.
-Masked elements are selected away, never multiplied by zero, so they may hold NaN or infinity. On a valid element NaN
-stays visible. Nothing here carries a gradient.
+Sums are taken in float64, added up over the ranks, and only then divided; a mean of the ranks' means is wrong if ranks
+hold different numbers of valid elements. A rank without a valid element takes part in every reduction. Masked elements
+are replaced by 0, not multiplied by 0, so they may hold NaN or infinity. On a valid element NaN stays visible. Nothing
+here carries a gradient.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch import Tensor
 from lightning_rlhf.accelerators.device import reduces_float64
 
 ROUNDING_ULPS = 4.0
-"""A standard deviation of at most this many units in the last place of the mean is rounding and not a spread."""
+"""A standard deviation of at most this many units in the last place of the mean is rounding error, not spread."""
 
 
 SUM_ROUNDING = 8 * torch.finfo(torch.float64).eps
-"""A sum of squared deviations of at most this share of the sum of squares is what float64 left over."""
+"""A sum of squared deviations of at most this share of the sum of squares is float64 rounding error."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def all_reduce_max(tensor: Tensor) -> Tensor:
 
 
 def largest_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:
-    """The largest of each number over ranks; without ``torch.distributed`` the numbers, and the device is not asked."""
+    """The largest of each number over ranks; without ``torch.distributed`` the numbers themselves."""
     if not (dist.is_available() and dist.is_initialized()):
         return list(values)
     return all_reduce_max(torch.tensor(values, dtype=torch.float64, device=device)).tolist()
@@ -85,7 +85,7 @@ def require_same_shape(**tensors: Tensor) -> None:
 
 
 def require_float32(**tensors: Tensor | None) -> None:
-    """Refuse float16 and bfloat16, whose range (e^20 overflows) or digits do not carry these formulas.
+    """Refuse float16 and bfloat16, whose range (e^20 overflows) or precision is too small for these formulas.
 
     Raises:
         ValueError: naming the argument, its dtype and what is allowed.
@@ -139,7 +139,7 @@ def masked_moments(x: Tensor, mask: Tensor, *, reduce: bool = True) -> Moments:
 def deviation_of_sums(total: float, squares: float, count: float, *, unbiased: bool = True) -> float:
     """Standard deviation from sums of elements and of their squares, for metrics, which are reduced once.
 
-    Good to a part in 10^7 of the mean, as float32 elements are; less than that is 0 and not made up of rounding.
+    Accurate to a part in 10^7 of the mean, as float32 elements are; less is rounding error and returned as 0.
 
     Args:
         total, squares: sums in float64 over at least one element.
@@ -154,7 +154,7 @@ def deviation_of_sums(total: float, squares: float, count: float, *, unbiased: b
 
 @torch.no_grad()
 def standardise(x: Tensor, moments: Moments, *, eps: float = 1e-8) -> Tensor:
-    """``(x - mean) / sqrt(var + eps)``, in the dtype of ``x``; all zeros where the moments know no spread.
+    """``(x - mean) / sqrt(var + eps)``, in the dtype of ``x``; all zeros if the elements are equal up to rounding.
 
     A number that is not finite stays not finite.
     """
@@ -167,7 +167,7 @@ def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-
     """Valid elements to mean 0 and variance 1 over all ranks, as veRL and TRL do (unbiased variance).
 
     Args:
-        x: any shape, any floating dtype; worked out in float64 and rounded to its dtype at the end.
+        x: any shape, any floating dtype; computed in float64 and rounded to its dtype at the end.
         mask: of the same shape; true on valid elements.
         shift_mean: false keeps the mean and changes the spread alone.
         eps: added to the variance.
@@ -185,8 +185,8 @@ def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     """Share of the variance of the returns that the values predict: ``1 - Var(returns - values) / Var(returns)``.
 
-    1 is a perfect critic (up to a constant), 0 one that knows no more than the mean; it may be negative. Returns that
-    are all equal hold nothing to explain: 0, not NaN.
+    1 is a perfect critic (up to a constant), 0 one no better than the mean; it may be negative. Returns that are all
+    equal give 0, not NaN.
 
     Args:
         values, returns: of one shape.

@@ -1,4 +1,4 @@
-"""Metrics: what they are called, how they are collected and reduced, and statistics that live across iterations."""
+"""Metrics: their names, collection and reduction, and statistics over several iterations."""
 
 from lightning_rlhf.metrics.names import Metric, register
 

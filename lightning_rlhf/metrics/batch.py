@@ -15,9 +15,9 @@ class MetricBatch:
 
     Calling a method again under the same name adds to the same metric, so the micro-batches of a minibatch, or
     the minibatches of an epoch, can report one after the other. Means are over valid elements of **all** calls
-    and ranks, a maximum is a maximum over all of them; padding is never in a denominator. Nothing measured is not 0:
-    a mean, deviation, maximum or minimum without a valid element on any rank is absent, on every rank alike. A sum of
-    nothing is 0.
+    and ranks, a maximum is a maximum over all of them; padding is never in a denominator. An unmeasured metric is not
+    0: a mean, deviation, maximum or minimum without a valid element on any rank is absent, on every rank alike. A sum
+    of nothing is 0.
     """
 
     def __init__(self) -> None:

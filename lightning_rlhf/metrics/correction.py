@@ -1,12 +1,11 @@
-"""How far engine and trainer are apart, and what correction makes of it: the metrics under ``rollout_corr/``.
+"""Metrics ``rollout_corr/``: the gap between engine and trainer, and the effect of the correction.
 
 Two tiers. The **cheap** one is sums and extremes of tensors that weights and rejection have built anyway. The **full**
 one adds statistics per row, the details of every rejection rule, and percentiles, for which the valid tokens of all
 ranks are gathered and sorted: exact, and as much memory as three float32 numbers per token.
 
 Definitions are veRL's, with three differences: rows without a valid token are in no statistic, KL k3 clamps the
-log-ratio to +-20 before ``exp`` (so it is finite), and the weights really used are reported beside those before
-truncation.
+log-ratio to +-20 before ``exp`` (so it is finite), and the weights in use are reported beside those before truncation.
 """
 
 from __future__ import annotations
@@ -89,8 +88,8 @@ class CorrectionMetrics(Metric):
         """Take in one batch.
 
         Args:
-            correction: what :func:`~lightning_rlhf.functional.correction.correct` found for it.
-            train_logprobs, rollout_logprobs: ``[B, R]``, as given to it.
+            correction: the result of :func:`~lightning_rlhf.functional.correction.correct`.
+            train_logprobs, rollout_logprobs: ``[B, R]``, its arguments.
         """
         tally = Tally()
         train, rollout = (x.detach().to(correction.ratio.token.dtype) for x in (train_logprobs, rollout_logprobs))
@@ -182,7 +181,7 @@ class CorrectionMetrics(Metric):
 
 
 def off_policy(tally: Tally, correction: Correction, train: Tensor, rollout: Tensor) -> None:
-    """Probabilities side by side, KL, perplexity and chi-square."""
+    """Differences of probabilities, KL, perplexity and chi-square."""
     ratio = correction.ratio
     valid, rows = ratio.measured, ratio.length > 0
     tally.sum("n", valid)
@@ -222,12 +221,12 @@ def off_policy(tally: Tally, correction: Correction, train: Tensor, rollout: Ten
 
 
 def _exp(x: Tensor) -> Tensor:
-    """Finite for finite float64 numbers, and for sums of a billion of them."""
+    """Finite for every finite float64 number, also summed over a billion of them."""
     return x.clamp(max=MAX_EXPONENT).exp()
 
 
 def acceptance(tally: Tally, correction: Correction) -> None:
-    """What rejection and veto took, and the weights that are used."""
+    """Counts of rejected and vetoed tokens and rows, and sums of the weights in use."""
     mask = correction.ratio.measured | correction.ratio.missing
     rows = mask.any(-1, keepdim=True)
     tally.sum("valid", mask)
@@ -297,7 +296,7 @@ def spread(
 
 
 def weight_spread(tally: Tally, correction: Correction, full: bool) -> None:
-    """Weights before truncation, and how they lie to ``[1 / cap, cap]``."""
+    """Weights before truncation, and their shares outside ``[plan.lowest, plan.cap]``."""
     assert correction.raw is not None
     band = (correction.plan.lowest, correction.plan.cap)
     spread(tally, "is", correction.raw, correction, band, ideal=1.0, full=full)

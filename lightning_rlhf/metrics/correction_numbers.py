@@ -14,7 +14,7 @@ Numbers = dict[str, float]
 
 
 def finish(sums: Numbers, maxima: Numbers, correction: Correction, full: bool) -> Numbers:
-    """Metrics (without their prefix) from the sums and maxima of all ranks; without an element to measure, absent."""
+    """Metrics (without their prefix) from the sums and maxima of all ranks; absent if nothing was measured."""
     n, rows, valid, valid_rows = (sums[name] for name in ("n", "rows", "valid", "valid_rows"))
     if not valid:
         return {}
@@ -71,7 +71,7 @@ def _off_policy_numbers(sums: Numbers, maxima: Numbers, n: float, rows: float) -
         "log_ppl_diff_min": -maxima["-d"],
     }
     var_p, var_q = mean["pp"] - mean["p"] ** 2, mean["qq"] - mean["q"] ** 2
-    # The correlation of probabilities that do not vary does not exist; rounding must not make one up.
+    # Probabilities that do not vary have no correlation; rounding would produce one.
     if min(var_p, var_q) > 1e-12:
         covariance = mean["pq"] - mean["p"] * mean["q"]
         numbers["rollout_actor_probs_pearson_corr"] = covariance / math.sqrt(var_p * var_q)

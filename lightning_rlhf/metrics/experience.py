@@ -13,10 +13,10 @@ from lightning_rlhf.metrics.batch import MetricBatch
 
 
 def experience_numbers(experience: Experience, metrics: MetricBatch) -> dict[str, float]:
-    """Those of :func:`experience_metrics` and what ``metrics`` holds already, reduced over ranks."""
+    """The metrics of :func:`experience_metrics` and those already in ``metrics``, reduced over ranks."""
     experience_metrics(experience, metrics)
     numbers = metrics.compute()
-    if "value/mean" in numbers:  # some rank has a valid token, and all know it
+    if "value/mean" in numbers:  # on all ranks, if any rank has a valid token
         values, returns = experience.require("values"), experience.require("returns")
         explained = explained_variance(values, returns, experience.require("loss_mask"))
         numbers["value/explained_variance"] = float(explained)
@@ -43,7 +43,7 @@ def experience_metrics(experience: Experience, metrics: MetricBatch) -> None:
     if experience.entropy is not None:
         metrics.mean("entropy/mean", experience.entropy, generated)
     if experience.old_logprobs is not experience.rollout_logprobs:
-        # Where the engine reported no log-probability there is nothing to compare; NaN of the trainer shows.
+        # Tokens without a log-probability of the engine are left out; NaN of the trainer stays visible.
         gap = (experience.require("old_logprobs") - experience.rollout_logprobs).abs()
         compared = generated & experience.rollout_logprobs.isfinite()
         metrics.mean("rollout/logprob_abs_diff_mean", gap, compared)
@@ -64,8 +64,8 @@ def experience_metrics(experience: Experience, metrics: MetricBatch) -> None:
 def policy_metrics(micro: MiniBatch, logprobs: Tensor, policy: PolicyLoss, metrics: MetricBatch) -> None:
     """Distance of the current policy from the old and the reference one, ratio and clipping, over valid tokens.
 
-    Both distances are k3, whatever the penalty uses: the tokens are the old policy's, and of a policy that has left
-    them k1 says that it came closer to the reference (its mean there is minus a KL, not a KL).
+    Both use estimator k3, whatever the penalty uses: the tokens are samples of the old policy. For a policy that has
+    moved away from them k1 reports that it came closer to the reference (its mean there is minus a KL, not a KL).
     """
     mask = micro.require("loss_mask")
     metrics.mean("kl/old", kl_estimate(micro.require("old_logprobs"), logprobs, "k3"), mask)

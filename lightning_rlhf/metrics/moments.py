@@ -19,7 +19,7 @@ class RunningMoments(nn.Module):
     would allow that and lose all digits where the mean is large; the merged state does not add up that way.
 
     The state is the module's extra state: it is in ``state_dict`` (float64, loaded strictly) but no buffer, because
-    ``module.to(torch.bfloat16)`` casts buffers, and a running mean does not survive eight bits of mantissa.
+    ``module.to(torch.bfloat16)`` casts buffers, and eight bits of mantissa are too few for a running mean.
     """
 
     def __init__(self) -> None:
@@ -29,8 +29,8 @@ class RunningMoments(nn.Module):
     def update(self, x: Tensor, mask: Tensor | None = None) -> None:
         """Take in the valid elements of all ranks; every rank calls this equally often.
 
-        An element that is not finite is left out: it shows in the batch it belongs to (:meth:`normalise` keeps it), and
-        must not spoil every later one.
+        An element that is not finite is left out: it stays visible in its own batch (:meth:`normalise` keeps it), but
+        must not spoil later batches.
 
         Args:
             x: any shape, e.g. ``[B]`` scores; it may be empty.
@@ -46,7 +46,7 @@ class RunningMoments(nn.Module):
         self._state = torch.stack([total, mean + delta * share, squares])
 
     def normalise(self, x: Tensor, *, eps: float = 1e-8) -> Tensor:
-        """``(x - mean) / sqrt(var + eps)``; zeros as long as fewer than two different values were seen."""
+        """``(x - mean) / sqrt(var + eps)``; zeros until two different values were seen."""
         return standardise(x, self._moments(x.device), eps=eps)
 
     @property

@@ -39,7 +39,7 @@ class Metric:
     Attributes:
         name: ``group/name``; a part in angle brackets stands for any letters, digits, ``_``, ``-`` and ``.``.
         unit: of the value.
-        better: the direction one hopes for; ``neither`` where both extremes are bad or none is meant.
+        better: the desired direction; ``neither`` if both extremes are bad or there is none.
         reduced: a key of :data:`REDUCTIONS`.
         description: mask, direction and estimator of a KL, per token or per sequence, before or after clipping.
         aliases: the nearest metric of ``verl``, ``trl``, ``openrlhf`` and ``sb3``, with the difference in brackets.
@@ -91,7 +91,7 @@ METRICS: list[Metric] = [
     _m("kl/ref", "nats/token", "down", "tokens", "KL(current || reference) on the sampled tokens, before any update of "
        "the iteration; configured estimator (k1 by default); tokens left after rejection.",
        verl="actor/reward_kl_penalty (actor/kl_loss where it is in the loss)", openrlhf="kl", trl="kl (GRPO)"),
-    _m("kl/ref_sequence", "nats/sequence", "down", "sequences", "The same, summed over all tokens of a sequence; grows "
+    _m("kl/ref_sequence", "nats/sequence", "down", "sequences", "kl/ref summed over all tokens of a sequence; grows "
        "with length.", trl="objective/kl"),
     _m("kl/ref_average", "nats/token", "down", "tokens", "Exponential moving average of kl/ref over iterations: what "
        "the controller of the coefficient acts on (callback adaptive_kl)."),
@@ -102,7 +102,7 @@ METRICS: list[Metric] = [
        trl="policy/approxkl_avg (k2, padding takes part)", openrlhf="ppo_kl (k1)", sb3="train/approx_kl"),
     _m("kl/coefficient", "1", "neither", "once", "beta, the weight of the KL to the reference, in force during the "
        "iteration.", verl="actor/reward_kl_penalty_coeff (actor/kl_coef)"),
-    _m("kl/reward_penalty", "score", "up", "sequences", "What the KL takes from the reward: minus beta times the "
+    _m("kl/reward_penalty", "score", "up", "sequences", "The KL penalty in the reward: minus beta times the "
        "sequence's KL to the reference; 0 where the penalty is in the loss.", trl="objective/non_score_reward"),
     _m("kl/loss", "nats/token", "down", "steps", "KL(current || reference) as a term of the loss, aggregated like the "
        "policy loss, before its coefficient.", verl="actor/kl_loss"),
@@ -122,16 +122,16 @@ METRICS: list[Metric] = [
        "clipping.", trl="val/ratio"),
     _m("ppo/ratio_max", "1", "down", "max", "Largest current / old probability of a valid token, before clipping."),
     _m("ppo/ratio_min", "1", "up", "min", "Smallest current / old probability of a valid token, before clipping."),
-    _m("ppo/epochs_used", "epochs", "neither", "once", "Passes over the experience that trained at least one "
-       "minibatch."),
+    _m("ppo/epochs_used", "epochs", "neither", "once", "Passes over the experience that reached a minibatch "
+       "with an accepted token."),
     _m("ppo/updates", "steps", "neither", "once", "Optimiser steps taken in this iteration."),
-    _m("ppo/steps_skipped", "steps", "down", "once", "Minibatches of this iteration whose step was not taken."),
+    _m("ppo/steps_skipped", "steps", "down", "once", "Minibatches with an accepted token, but no step."),
     # --- policy, values, advantages ------------------------------------------------------------------------------
     _m("entropy/mean", "nats/token", "neither", "tokens", "Entropy of the sampling distribution (temperature applied) "
        "at every generated token, before the updates.", verl="actor/entropy",
        trl="policy/entropy_avg (GRPO: entropy)", openrlhf="entropy_loss", sb3="train/entropy_loss (negated)"),
-    _m("entropy/update", "nats/token", "neither", "steps", "The same while the policy is updated: current weights "
-       "(with noise where ALP is on), tokens that the loss is taken over."),
+    _m("entropy/update", "nats/token", "neither", "steps", "Entropy while the policy is updated: current weights "
+       "(with noise where ALP is on), tokens in the loss."),
     _m("value/mean", "score", "neither", "tokens", "Predicted value before the updates, valid tokens.",
        verl="critic/values/mean (critic/vpred_mean during updates)", openrlhf="values"),
     _m("value/explained_variance", "1", "up", "once", "1 - Var(returns - values) / Var(returns) over the valid tokens "
@@ -141,21 +141,21 @@ METRICS: list[Metric] = [
        "one taken.", verl="critic/vf_clipfrac", trl="val/clipfrac_avg"),
     _m("advantage/mean", "1", "neither", "tokens", "Advantages as the loss sees them (whitened where configured), "
        "valid tokens.", verl="critic/advantages/mean"),
-    _m("advantage/std", "1", "neither", "deviation", "Their spread; 1 where they are whitened."),
-    _m("advantage/abs_mean", "1", "neither", "tokens", "Their mean size: the strength of the learning signal."),
-    _m("advantage/raw_abs_mean", "score", "neither", "tokens", "Their mean size before whitening, which brings any "
+    _m("advantage/std", "1", "neither", "deviation", "Spread of the advantages; 1 where they are whitened."),
+    _m("advantage/abs_mean", "1", "neither", "tokens", "Mean |advantage|: the strength of the learning signal."),
+    _m("advantage/raw_abs_mean", "score", "neither", "tokens", "Mean |advantage| before whitening, which brings any "
        "signal, however weak, to the same size."),
-    _m("advantage/max", "1", "neither", "max", "The largest one.", verl="critic/advantages/max"),
-    _m("advantage/min", "1", "neither", "min", "The smallest one.", verl="critic/advantages/min"),
+    _m("advantage/max", "1", "neither", "max", "Largest advantage.", verl="critic/advantages/max"),
+    _m("advantage/min", "1", "neither", "min", "Smallest advantage.", verl="critic/advantages/min"),
     _m("return/mean", "score", "up", "tokens", "Targets of the value function, valid tokens.",
        verl="critic/returns/mean", openrlhf="return"),
-    _m("return/std", "score", "neither", "deviation", "Their spread."),
+    _m("return/std", "score", "neither", "deviation", "Spread of the returns."),
     # --- what was generated --------------------------------------------------------------------------------------
     _m("response/length_mean", "tokens", "neither", "sequences", "Generated tokens of a sequence, the end token "
        "included.", verl="response_length/mean", trl="completions/mean_length (GRPO)", openrlhf="response_length"),
-    _m("response/length_max", "tokens", "neither", "max", "The longest one.", verl="response_length/max",
+    _m("response/length_max", "tokens", "neither", "max", "Longest response.", verl="response_length/max",
        trl="completions/max_length (GRPO)"),
-    _m("response/length_min", "tokens", "neither", "min", "The shortest one.", verl="response_length/min",
+    _m("response/length_min", "tokens", "neither", "min", "Shortest response.", verl="response_length/min",
        trl="completions/min_length (GRPO)"),
     _m("response/truncated_fraction", "share", "down", "sequences", "Share of sequences that reached the length limit "
        "without an end token.", verl="response_length/clip_ratio (every sequence of full length)",
@@ -167,24 +167,24 @@ METRICS: list[Metric] = [
     _m("rollout/logprob_abs_diff_mean", "nats/token", "down", "tokens", "|trainer's - engine's log-probability| of the "
        "sampled token, every generated token.", verl="training/rollout_probs_diff_mean (of probabilities)",
        trl="sampling/sampling_logp_difference/mean (GRPO)", openrlhf="vllm_kl (a KL)"),
-    _m("rollout/logprob_abs_diff_max", "nats/token", "down", "max", "The largest one.",
+    _m("rollout/logprob_abs_diff_max", "nats/token", "down", "max", "Largest difference of a generated token.",
        verl="training/rollout_probs_diff_max (of probabilities)",
        trl="sampling/sampling_logp_difference/max (GRPO)"),
-    _m("rollout/staleness_mean", "iterations", "down", "sequences", "How many iterations behind the policy the weights "
-       "were that drew a sample; 0 is on-policy, 1 what `rollout.lag=1` gives."),
-    _m("rollout/staleness_max", "iterations", "down", "max", "The stalest sample."),
-    _m("rollout/drawn_late", "0 or 1", "down", "once", "1 where rollouts run ahead and this one had to be drawn on the "
-       "spot: the run's first, or one that was too stale."),
+    _m("rollout/staleness_mean", "iterations", "down", "sequences", "Iterations by which the weights that drew a "
+       "sample lag behind the policy; 0 is on-policy, 1 is normal with `rollout.lag=1`."),
+    _m("rollout/staleness_max", "iterations", "down", "max", "Staleness of the stalest sample."),
+    _m("rollout/drawn_late", "0 or 1", "down", "once", "1 if rollouts run ahead but this one was drawn when needed: "
+       "the run's first, or in place of one that was too stale."),
     # --- calibration: engine against trainer at the same weights, on a probe ---------------------------------------
     _m("calibrate/logprob_abs_diff_mean", "nats/token", "down", "tokens", "|trainer's - engine's log-probability| of "
        "the tokens of a probe (callback calibrate): same weights, so rounding only; the run ends above its limit.",
        verl="training/rollout_probs_diff_mean (of probabilities, on the rollout)"),
-    _m("calibrate/logprob_abs_diff_max", "nats/token", "down", "max", "The largest one."),
+    _m("calibrate/logprob_abs_diff_max", "nats/token", "down", "max", "Largest difference of a probe token."),
     _m("calibrate/probs_diff_mean", "probability", "down", "tokens", "|trainer's - engine's probability| of the same "
        "tokens.", verl="training/rollout_probs_diff_mean (on the rollout)"),
-    _m("calibrate/probs_diff_std", "probability", "down", "deviation", "Its spread.",
+    _m("calibrate/probs_diff_std", "probability", "down", "deviation", "Spread of that difference.",
        verl="training/rollout_probs_diff_std (on the rollout)"),
-    _m("calibrate/probs_diff_max", "probability", "down", "max", "The largest one.",
+    _m("calibrate/probs_diff_max", "probability", "down", "max", "Largest difference of a probe token.",
        verl="training/rollout_probs_diff_max (on the rollout)"),
     _m("calibrate/probs_pearson_corr", "1", "up", "tokens", "Pearson correlation of the two probabilities.",
        verl="training/rollout_actor_probs_pearson_corr (on the rollout)"),
@@ -197,14 +197,14 @@ METRICS: list[Metric] = [
        "used expert of any layer; 1 / experts is even."),
     _m("alp/balance_loss", "1", "down", "steps", "lambda times sum (utilisation - target)^2 over experts and layers, "
        "as it is in the loss."),
-    _m("alp/lr_factor", "1", "neither", "once", "What the learning rate of log sigma is multiplied by: 0 during its "
+    _m("alp/lr_factor", "1", "neither", "once", "Factor on the learning rate of log sigma: 0 during its "
        "warm-up, below 1 while KL is over its limit."),
     _m("alp/clip_norm", "1", "neither", "once", "Limit of the gradient norm of log sigma in force."),
     _m("alp/kl_perturbed", "nats/token", "neither", "tokens", "KL(plain || perturbed) of the current policy, estimator "
        "k3, valid tokens of the first micro-batch of each epoch, in iterations that compare."),
     _m("alp/correlation_plain", "1", "up", "tokens", "Pearson correlation of the plain current policy's probabilities "
        "with the engine's, same tokens.", verl="training/rollout_actor_probs_pearson_corr (before the updates)"),
-    _m("alp/correlation_perturbed", "1", "up", "tokens", "The same of the perturbed policy."),
+    _m("alp/correlation_perturbed", "1", "up", "tokens", "That correlation for the perturbed current policy."),
     # --- optimiser -----------------------------------------------------------------------------------------------
     _m("grad_norm/<group>", "1", "neither", "steps", "Global L2 norm of a parameter group's gradient (actor, critic), "
        "before clipping.", verl="actor/grad_norm, critic/grad_norm"),
@@ -275,7 +275,7 @@ class UnknownMetricError(ValueError):
 
 
 def find(name: str) -> Metric | None:
-    """The metric or family that ``name`` belongs to; the one that spells out most of it wins."""
+    """The metric or family that ``name`` belongs to; the most specific one wins."""
     fitting = [metric for metric in METRICS if metric.matches(name)]
     return max(fitting, key=lambda metric: len(re.sub("<[a-z_]+>", "", metric.name)), default=None)
 
@@ -297,7 +297,7 @@ def check(names: Iterable[str]) -> None:
 
 
 def is_ours(name: str) -> bool:
-    """Whether the name claims one of the kit's groups (the part before the first slash)."""
+    """Whether the name is in one of the kit's groups (the part before the first slash)."""
     group, slash, _ = name.partition("/")
     return bool(slash) and group in {metric.name.partition("/")[0] for metric in METRICS}
 
@@ -305,8 +305,8 @@ def is_ours(name: str) -> bool:
 def register(metric: Metric) -> None:
     """Declare a metric of your own; declaring the same one again is fine.
 
-    To be called at the top of the file that logs it, of a callback, mixin, loss term or reward: every process that
-    imports the file knows the metric then. ``reduced`` says how the number came about, it reduces nothing.
+    Call it at the top of the file that logs the metric (a callback, mixin, loss term or reward), so that every process
+    that imports the file knows the metric. ``reduced`` describes the reduction, it does not perform it.
 
     Raises:
         ValueError: the name is not one that trackers accept, is taken by another metric, or ``better`` or ``reduced``
@@ -329,7 +329,7 @@ def register(metric: Metric) -> None:
 
 
 def valid(name: str) -> bool:
-    """Whether every tracker takes the name as it is (MLflow's rules; no empty part, no leading or trailing space)."""
+    """Whether every tracker accepts the name as is (MLflow's rules; no empty part, no leading or trailing space)."""
     return all(re.fullmatch(r"(?!\.+$)[A-Za-z0-9_.\- ]+", part) and part == part.strip() for part in name.split("/"))
 
 

@@ -22,7 +22,7 @@ def _row(
     verl: str | None = "",
     **others: str,
 ) -> Row:
-    """``verl``: its name there where it differs, empty where it is the same, ``None`` where veRL has none."""
+    """``verl``: veRL's name if it differs, empty if it is the same, ``None`` if veRL has none."""
     aliases = dict(others) if verl is None else {"verl": verl or f"{_VERL}{name}", **others}
     return f"rollout_corr/{name}", unit, better, reduced, description, aliases
 
@@ -41,7 +41,7 @@ ROLLOUT_CORR: list[Row] = [
     _row("kl", "nats/token", "neither", "tokens",
          "KL(engine || trainer), estimator k1: mean of minus the log-ratio; may be negative.", openrlhf="vllm_kl"),
     _row("k3_kl", "nats/token", "down", "tokens",
-         "The same, estimator k3 (log-ratio clamped to +-20)."),
+         "KL(engine || trainer), estimator k3 (log-ratio clamped to +-20)."),
     _row("training_ppl", "1", "neither", "sequences",
          "Perplexity of a sequence under the trainer."),
     _row("training_log_ppl", "nats", "neither", "sequences",
@@ -64,7 +64,7 @@ ROLLOUT_CORR: list[Row] = [
          "Chi-square divergence of tokens: mean squared ratio minus 1. Above chi2_trigger the full set of metrics "
          "follows at once."),
     _row("chi2_seq", "1", "down", "sequences",
-         "The same of whole sequences, whose ratio is a product."),
+         "Chi-square divergence of whole sequences, whose ratio is a product over tokens."),
     _row("missing_fraction", "share", "down", "tokens",
          "Share of valid tokens for which the engine reported no finite log-probability; they are in no other "
          "metric of this group.", None),
@@ -73,7 +73,7 @@ ROLLOUT_CORR: list[Row] = [
     _row("rollout_is_mean", "1", "neither", "tokens",
          "Importance weight trainer / engine before truncation."),
     _row("rollout_is_std", "1", "down", "deviation",
-         "Spread (n) of the weights clipped to [1 / threshold, threshold]."),
+         "Spread (n) of the weights clipped to [lower threshold (1 / threshold by default), threshold]."),
     _row("rollout_is_max", "1", "down", "max",
          "Largest weight before truncation."),
     _row("rollout_is_min", "1", "up", "min",
@@ -83,7 +83,7 @@ ROLLOUT_CORR: list[Row] = [
     _row("rollout_is_ratio_fraction_high", "share", "down", "tokens",
          "Share of tokens (of sequences where weights are per sequence) over the threshold."),
     _row("rollout_is_ratio_fraction_low", "share", "down", "tokens",
-         "Share under 1 / threshold."),
+         "Share under the lower threshold (1 / threshold by default)."),
     _row("rollout_is_batch_norm_factor", "1", "neither", "once",
          "Mean that the weights were divided by."),
     _row("rollout_is_seq_<statistic>", "1", "neither", "sequences",
@@ -95,7 +95,7 @@ ROLLOUT_CORR: list[Row] = [
     _row("rollout_is_veto_fraction", "share", "down", "sequences",
          "Share of sequences that the veto rejected.", f"{_VERL}rollout_is_veto_fraction (its second version)"),
     _row("rollout_is_catastrophic_token_fraction", "share", "down", "tokens",
-         "Share of tokens that call for a veto.",
+         "Share of tokens that cause a veto.",
          f"{_VERL}rollout_is_catastrophic_token_fraction (its second version)"),
     _row("is_used_mean", "1", "neither", "tokens",
          "Weight as the loss uses it, over accepted tokens.", None),
@@ -106,8 +106,8 @@ ROLLOUT_CORR: list[Row] = [
     _row("rollout_rs_seq_masked_fraction", "share", "down", "sequences",
          "Share of sequences with a rejected token."),
     _row("rollout_rs_<statistic>", "1", "neither", "tokens",
-         "What a rejection rule looks at: mean, max, min, std, fractions outside the band, seq_... per sequence; a "
-         "rule of veRL's current kind, and one of several, has its name in front (token_k1_mean). Full set.",
+         "Statistic of a rejection rule: mean, max, min, std, fractions outside the band, seq_... per sequence; "
+         "veRL's current rules, and each of several, have their name in front (token_k1_mean). Full set.",
          f"{_VERL}rollout_rs_<option>_mean, ..."),
     _row("tail_p<percent>_prob_<bin>", "nats", "neither", "gathered",
          "P2 and P98 of the log-ratio among tokens whose probability under the engine lies in a tenth that begins "

@@ -1,4 +1,4 @@
-"""Behaviours that a module is composed of; each silent while its block of settings is null."""
+"""Behaviours that a module is composed of; each inactive while its block of settings is null."""
 
 from lightning_rlhf.mixins.alp import ALPMixin
 from lightning_rlhf.mixins.rollout_correction import RolloutCorrectionMixin

@@ -12,16 +12,16 @@ CAP = "importance_threshold"
 SCALE = "rejection_scale"
 OWNER = "RolloutCorrection"
 SMALLEST_LIMIT = 1e-3
-"""Lower bound of a knob that nothing steers; a callback may scale it down to here."""
+"""Lower bound of a knob without a controller; a callback may scale the knob down to it."""
 
 
 class AdaptiveLimits:
     """The knobs ``importance_threshold`` (cap of the weights) and ``rejection_scale`` (width of the rejection bands).
 
-    Both are integral controllers on the logarithm of the limit: once per iteration it moves by at most ``step``, in
-    proportion to how far a moving average of the measured quantity lies from its target, as a share of the distance
-    to the end of the scale. The limit itself is the integral, so a bound stops it without wind-up. A reading that does
-    not exist (nothing was measured) or is not finite changes nothing.
+    Both are integral controllers on the logarithm of the limit: once per iteration the logarithm moves by at most
+    ``step``, in proportion to the distance of a moving average of the measured quantity from its target, relative to
+    the largest possible distance. The limit itself is the integral, so a bound stops it without wind-up. A reading that
+    is absent (nothing was measured) or not finite changes nothing.
 
     ==================  ======================================  ==================================================
     knob                measured                                moves
@@ -42,7 +42,7 @@ class AdaptiveLimits:
         if settings.rollout_is is not None:
             low, high = SMALLEST_LIMIT, math.inf
             if settings.rollout_is_dtype != "float32":
-                high = settings.largest_cap  # up to here the rounding error is proven
+                high = settings.largest_cap  # the rounding error is bounded up to this cap
             if adaptive.target_ess is not None:
                 low, high = adaptive.threshold_bounds
             control.register(CAP, float(settings.rollout_is_threshold), minimum=low, maximum=high)
@@ -56,13 +56,13 @@ class AdaptiveLimits:
 
     @property
     def cap(self) -> float:
-        """The cap in force."""
+        """The current cap."""
         known = CAP in self._control.knobs
         return self._control.value(CAP) if known else float(self._settings.rollout_is_threshold)
 
     @property
     def scale(self) -> float:
-        """The width of the rejection bands in force, as a multiple of the configured one."""
+        """The current width of the rejection bands, as a multiple of the configured one."""
         return self._control.value(SCALE) if SCALE in self._control.knobs else 1.0
 
     def observe(self, ess: float | None, rejected: float | None) -> None:

@@ -32,10 +32,10 @@ else:
 
 
 class ALPMixin(Base):
-    """Noise on the hidden states in the forward passes of updates, and only there; silent while its block is null.
+    """Noise on the hidden states in the forward passes of updates, and only there; off while its block is null.
 
-    The perturbed policy stands above the line of the PPO ratio: over the engine's probabilities (``unified``), where
-    one ratio covers staleness and the gap between engine and trainer, or over the trainer's own before the update
+    The perturbed policy is the numerator of the PPO ratio. The denominator is the engine's probability (``unified``:
+    one ratio covers staleness and the gap between engine and trainer) or the trainer's before the update
     (``decoupled``). Generation, old and reference log-probabilities, evaluation and the weights sent to the engine or
     exported are those of the plain policy.
 
@@ -81,7 +81,7 @@ class ALPMixin(Base):
     # --- extension points --------------------------------------------------------------------------------------------
 
     def actor_logprobs(self, minibatch: MiniBatch) -> PolicyOutput:
-        """The perturbed policy; at times the plain one beside it, to compare."""
+        """Forward pass of the perturbed policy; at times also of the plain one, for comparison."""
         state = self._alp
         if state is None or self.perturbation is None:
             return super().actor_logprobs(minibatch)
@@ -96,7 +96,7 @@ class ALPMixin(Base):
 
     @property
     def accepts_missing_logprobs(self) -> bool:
-        """Unified: such tokens leave the loss."""
+        """True for ``unified``: such tokens leave the loss."""
         return super().accepts_missing_logprobs or self._unified
 
     def prepare_experience(self, experience: Experience) -> MetricBatch | None:
@@ -110,13 +110,13 @@ class ALPMixin(Base):
         return metrics
 
     def policy_loss(self, minibatch: MiniBatch, logprobs: Tensor) -> PolicyLoss:
-        """Unified: the engine's log-probabilities stand for the old ones."""
+        """Unified: the engine's log-probabilities replace the old ones."""
         if self._unified:
             minibatch = replace(minibatch, old_logprobs=minibatch.rollout_logprobs)
         return super().policy_loss(minibatch, logprobs)
 
     def extra_losses(self, minibatch: MiniBatch) -> dict[str, Tensor]:
-        """Balance of the experts: each micro-batch's own, weighted by its accepted share of the minibatch's tokens."""
+        """Balance loss of the experts in each micro-batch, weighted by its accepted share of the minibatch's tokens."""
         losses = super().extra_losses(minibatch)
         if self._alp is not None and self.router_perturbation is not None and self._alp.settings.router is not None:
             share = minibatch.require("loss_mask").sum() / max(minibatch.tokens, 1.0)
@@ -124,7 +124,7 @@ class ALPMixin(Base):
         return losses
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """The group ``alp`` beside the others."""
+        """Add the parameter group ``alp``."""
         groups = super().parameter_groups()
         if self._alp is not None:
             parts = (self.perturbation, self.router_perturbation)
@@ -141,7 +141,7 @@ class ALPMixin(Base):
         return groups
 
     def update_metrics(self) -> dict[str, float]:
-        """Sigma of every layer, its learning, and the last comparison."""
+        """Sigma of every layer, its learning-rate factor and clip norm, and the last comparison."""
         numbers = super().update_metrics()
         state = self._alp
         if state is None or self.perturbation is None:
@@ -162,7 +162,7 @@ class ALPMixin(Base):
     # --- the optimiser -----------------------------------------------------------------------------------------------
 
     def set_learning_rates(self, progress: float, step: float) -> None:
-        """The schedule of all groups, times what the noise's own schedule allows."""
+        """Set the rates of all groups, then scale rate and clip norm of ``alp`` by :class:`NoiseSchedule`."""
         super().set_learning_rates(progress, step)
         if self._alp is not None:
             for group in self.optimizers().param_groups:  # type: ignore[union-attr]
@@ -171,17 +171,17 @@ class ALPMixin(Base):
                     group["clip_norm"] = self._alp.schedule.clip_norm
 
     def configure_callbacks(self) -> list[Callback]:
-        """The noise's schedule, which wants to hear of every minibatch."""
+        """Add the noise's schedule, a callback with events for every minibatch."""
         callbacks = list(super().configure_callbacks())  # type: ignore[arg-type]
         trainer: Any = self.trainer
         if self._alp is None or self._alp.schedule in trainer.callbacks:
-            return callbacks  # the trainer has it from an earlier stage, and would announce that it is replaced
+            return callbacks  # already there from an earlier stage; Lightning would log a replacement
         return [*callbacks, self._alp.schedule]
 
     # --- checks and figures ------------------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
-        """Unified: refuse an engine whose log-probabilities cannot be compared, warn of one where they are biased."""
+        """Unified: refuse an engine whose log-probabilities cannot be compared, warn if they are biased."""
         super().setup(stage)
         if self._unified:
             check_engine(self.engine, acts=True, block=BLOCK)
@@ -198,7 +198,7 @@ class ALPMixin(Base):
             )
 
     def sigma_difference(self) -> float:
-        """Largest difference of a log sigma between two ranks; 0 is right. Called on every rank."""
+        """Largest difference of a log sigma between two ranks; it must be 0. To be called on every rank."""
         parts = [part.log_sigma.detach().flatten() for part in (self.perturbation, self.router_perturbation) if part]
         if not parts:
             return 0.0
@@ -209,7 +209,7 @@ class ALPMixin(Base):
         return float((all_reduce_max(flat) + all_reduce_max(-flat)).max())
 
     def sigma_by_layer(self) -> dict[int, float]:
-        """For figures: the standard deviation of each perturbed layer by its number."""
+        """For figures: layer number -> standard deviation of its noise."""
         if self.perturbation is None:
             return {}
         return dict(zip(self.perturbation.indices, self.perturbation.sigmas().tolist(), strict=True))
@@ -220,7 +220,7 @@ class ALPMixin(Base):
         return [] if self._alp is None else self._alp.tails
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Every checkpoint says how far sigma differs between ranks, and warns if it does."""
+        """Save how far sigma differs between ranks, and warn if it does."""
         super().on_save_checkpoint(checkpoint)
         if self._alp is not None:
             difference = self.sigma_difference()
@@ -237,7 +237,7 @@ class ALPMixin(Base):
 
 @dataclass
 class _State:
-    """What the mixin keeps beside the parameters; nothing of it outlives an iteration but the figures' data."""
+    """State of the mixin beside the parameters; of its measurements only ``tails`` (for figures) is kept longer."""
 
     settings: ALPSettings
     schedule: NoiseSchedule
@@ -247,19 +247,19 @@ class _State:
     _parts: int = 0
 
     def next_part(self, iteration: int) -> int:
-        """The number of the next forward pass of an iteration, whatever was repeated or skipped in it."""
+        """The number of the next forward pass of an iteration; repeated passes are counted again."""
         self._parts = self._parts + 1 if iteration == self._iteration else 0
         self._iteration = iteration
         return self._parts
 
     def compares(self, iteration: int) -> bool:
-        """Whether the plain policy is wanted beside the perturbed one: for the first micro-batch of an epoch."""
+        """Whether to run the plain policy, too: in the first micro-batch of an epoch, if a comparison is due."""
         due = self.schedule.epoch_began and (iteration - 1) % self.settings.compare_every == 0
         self.schedule.epoch_began = False
         return due
 
     def finish_comparison(self) -> dict[str, float]:
-        """The metrics of what was compared in this iteration, if anything was."""
+        """The metrics of this iteration's comparisons; empty without one."""
         if not len(self.comparison):
             return {}
         numbers, self.tails = self.comparison.metrics(), self.comparison.tails()

@@ -15,7 +15,7 @@ from lightning_rlhf.metrics.correction_numbers import quantiles
 
 BINS = 10
 SMALLEST_VARIANCE = 1e-12
-"""Of probabilities; below it is rounding, whose correlation would be made up."""
+"""Of probabilities; below it is rounding error, whose correlation means nothing."""
 
 
 class RatioTails(NamedTuple):
@@ -50,8 +50,7 @@ class PolicyComparison:
     def metrics(self) -> dict[str, float]:
         """KL(plain || perturbed), estimator k3, and both correlations with the engine's probabilities, of all ranks.
 
-        Absent without a token; a correlation also where one of the two does not vary. Every rank calls this equally
-        often.
+        Absent without a token; a correlation also if one of the two does not vary. Collective: all ranks call it.
         """
         plain, perturbed, rollout = self._tokens()
         kl = kl_estimate(plain, perturbed, "k3").sum()
@@ -69,8 +68,8 @@ class PolicyComparison:
         return numbers
 
     def tails(self) -> list[RatioTails]:
-        """The percentiles by tenths of the engine's probability, of **this rank's** tokens; no empty tenths."""
-        plain, perturbed, rollout = self._tokens().cpu()  # many small questions, one transfer
+        """The percentiles by tenths of the engine's probability, of **this rank's** tokens; without empty tenths."""
+        plain, perturbed, rollout = self._tokens().cpu()  # one transfer instead of many small ones
         place = (rollout.exp() * BINS).long().clamp(0, BINS - 1)
         found = []
         for index in range(BINS):

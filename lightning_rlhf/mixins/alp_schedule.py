@@ -18,15 +18,15 @@ GROUP = "alp"
 class NoiseSchedule(Callback):
     """Learning rate and clip norm of the parameter group ``alp``, and the bounds of sigma.
 
-    * For ``warmup_steps`` optimiser steps the rate is 0. Gradients are taken all the same: Adam's moments are those of
-      the task when sigma is set free, and every rank has a gradient for every parameter.
+    * For ``warmup_steps`` optimiser steps the rate is 0. Gradients are taken all the same: Adam's moments are warmed up
+      when sigma starts to move, and every rank has a gradient for every parameter.
     * While the average of KL(old || perturbed current) is over ``kl_limit``, the rate shrinks by ``step`` per optimiser
       step down to ``min_lr_factor``; while it is not, it recovers as fast.
     * While the relative variance of the gradient's norm is over ``variance_limit``, the clip norm grows by ``step`` up
       to ``max_clip_norm``; while it is not, it returns to ``clip_norm``.
 
-    The module adds it to the trainer's callbacks, where its state is saved with theirs. All it looks at is reduced over
-    ranks, so that ranks agree.
+    The module adds it to the trainer's callbacks, where its state is saved with theirs. All its readings are reduced
+    over ranks, so that ranks agree.
     """
 
     def __init__(
@@ -36,18 +36,18 @@ class NoiseSchedule(Callback):
         self.lr_factor = 1.0
         self.clip_norm = settings.clip_norm
         self.epoch_began = False
-        """Set at the start of every epoch; whoever acts on it takes it back."""
+        """Set at the start of every epoch; the code that reads it resets it."""
         self._averages: dict[str, float] = {}
 
     def rate(self, update: int) -> float:
-        """What the learning rate is multiplied by after ``update`` optimiser steps."""
+        """Factor on the learning rate after ``update`` optimiser steps."""
         return 0.0 if update < self._settings.warmup_steps else self.lr_factor
 
     def on_ppo_epoch_start(self, trainer: Trainer, module: LightningModule, epoch: int) -> None:
         self.epoch_began = True
 
     def on_minibatch_end(self, trainer: Trainer, module: LightningModule, stats: MinibatchStats) -> None:
-        """Adapt to what was seen; a reading that is not finite changes nothing."""
+        """Adapt factor and clip norm to the stats; a reading that is not finite changes nothing."""
         if self._router is not None:
             self._router.finish_step(learned=stats.tokens > 0)
         if not stats.stepped:

@@ -43,11 +43,11 @@ class ALPSettings:
     init_sigma: float = 1e-4
     """Standard deviation to start from, in units of the hidden states; 0 stays 0."""
     sigma_bounds: tuple[float, float] = (1e-6, 1e-1)
-    """Sigma stays inside."""
+    """Lower and upper bound of sigma."""
     granularity: Granularity = "layer"
     """layer: one sigma per layer; channel: one per layer and hidden unit."""
     layers: str | None = None
-    """Dotted name of the list of decoder layers, where it cannot be found; null: look for it."""
+    """Dotted name of the list of decoder layers, if it cannot be found automatically; null: search for it."""
     layer_range: tuple[int, int] | None = None
     """First and last layer that are perturbed, counted from 0; null: all."""
     warmup_steps: int = 1000
@@ -63,7 +63,7 @@ class ALPSettings:
     kl_limit: float = 0.01
     """KL(old || perturbed current) in nats per token above which the learning rate shrinks."""
     min_lr_factor: float = 0.01
-    """It shrinks to this share at most."""
+    """Smallest factor on the learning rate."""
     step: float = 0.1
     """Largest change of learning rate and limit from one optimiser step to the next, as a share."""
     smoothing: float = 0.9

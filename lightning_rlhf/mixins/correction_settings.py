@@ -1,4 +1,4 @@
-"""Settings of rollout correction. Key names are veRL's (second era) where veRL has the thing."""
+"""Settings of rollout correction. Key names are veRL's (second era) where veRL has the setting."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_rlhf.settings import SettingError, build
 BLOCK = "module.rollout_correction"
 STORAGE = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 MAX_STORAGE_ERROR = 1e-3
-"""What rounding may change a weight by."""
+"""Largest change of a weight by rounding."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class AdaptiveSettings:
     step: float = 0.1
     """Largest change of the log of a limit from one iteration to the next."""
     smoothing: float = 0.8
-    """Weight of the past in the averages that are steered by, per iteration; 0 looks at the last iteration alone."""
+    """Weight of the past in the controllers' averages, per iteration; 0 uses the last iteration alone."""
     threshold_bounds: tuple[float, float] = (1.1, 10.0)
-    """The cap stays inside."""
+    """Lower and upper bound of the cap."""
     scale_bounds: tuple[float, float] = (0.25, 4.0)
     """Bands stay between these multiples of their configured width (in log-ratio, or in nats of divergence)."""
 
@@ -80,7 +80,7 @@ class RolloutCorrectionSettings:
     rollout_token_veto_threshold: float | None = None
     """A sequence with a token whose ratio is below this is rejected as a whole; null: no veto."""
     missing_logprobs: Missing = "neutral"
-    """Tokens whose engine log-probability is NaN or infinite: ratio 1 (neutral), or their sequence goes (reject)."""
+    """Tokens whose engine log-probability is NaN or infinite: ratio 1 (neutral), or drop the sequence (reject)."""
     bypass_mode: bool = False
     """The engine's log-probabilities are the old ones; the trainer's are not computed."""
     loss_type: str = "ppo_clip"
@@ -88,7 +88,7 @@ class RolloutCorrectionSettings:
     full_every: int = 10
     """Iterations between two full sets of metrics; the cheap ones are logged every iteration."""
     chi2_trigger: float | None = 1.0
-    """A token chi-square above this brings the full set at once; null: never."""
+    """A token chi-square above this triggers the full set at once; null: never."""
     adaptive: AdaptiveSettings = field(default_factory=AdaptiveSettings)
     """Limits that follow the data."""
 
@@ -103,7 +103,7 @@ class RolloutCorrectionSettings:
 
     @property
     def plan(self) -> Plan:
-        """What the pure functions are told, with the configured limits."""
+        """Input of the pure functions, with the configured limits."""
         return Plan(
             level=self.rollout_is,
             cap=float(self.rollout_is_threshold),
@@ -121,7 +121,7 @@ class RolloutCorrectionSettings:
 
     @property
     def largest_cap(self) -> float:
-        """The largest cap that can come into force."""
+        """The largest cap that can be used."""
         steered = self.adaptive.target_ess is not None
         return self.adaptive.threshold_bounds[1] if steered else float(self.rollout_is_threshold)
 

@@ -29,16 +29,16 @@ else:
 
 
 class RolloutCorrectionMixin(Base):
-    """Importance weights, rejection and monitoring of the gap between engine and trainer; silent while set to null.
+    """Importance weights, rejection and monitoring of the gap between engine and trainer; off while set to null.
 
     *Decoupled* (default): weights trainer / engine multiply the PPO loss, whose ratio is current / trainer before the
     update; rejected tokens and rows leave loss, group means, whitening and denominators. Advantages run over all
     response tokens, so a rejected last token keeps its outcome.
 
     *Bypass*: the engine's log-probabilities are the old ones and the trainer's are not computed. The ratio current /
-    engine contains the correction; rejection follows the policy as it moves and is decided anew for each micro-batch.
-    Rejected tokens leave every loss and metric of the update; the denominators of the minibatch are counted before the
-    first backward pass and keep them. A minibatch without an accepted token is no step.
+    engine contains the correction; rejection depends on the current policy and is decided for each micro-batch.
+    Rejected tokens leave every loss and metric of the update, but stay in the minibatch's denominators, which are
+    counted before the first backward pass. A minibatch without an accepted token takes no step.
 
     Args:
         rollout_correction: settings, see :class:`RolloutCorrectionSettings`; ``None`` switches the mixin off.
@@ -66,7 +66,7 @@ class RolloutCorrectionMixin(Base):
 
     @property
     def accepts_missing_logprobs(self) -> bool:
-        """``missing_logprobs`` says what becomes of them."""
+        """True: ``missing_logprobs`` decides how they are treated."""
         return super().accepts_missing_logprobs or self._correction is not None
 
     @property
@@ -75,7 +75,7 @@ class RolloutCorrectionMixin(Base):
         return [] if self._correction is None else self._correction.envelope
 
     def setup(self, stage: str) -> None:
-        """Refuse an engine whose log-probabilities cannot be compared, and warn of one where they are biased."""
+        """Refuse an engine whose log-probabilities cannot be compared, and warn if they are biased."""
         super().setup(stage)
         if self._correction is not None:
             check_engine(self.engine, acts=self._correction.acts)
@@ -101,14 +101,14 @@ class RolloutCorrectionMixin(Base):
         return metrics
 
     def policy_loss(self, minibatch: MiniBatch, logprobs: Tensor) -> PolicyLoss:
-        """In bypass mode: rejection by current / engine, and REINFORCE where asked for."""
+        """In bypass mode: rejection by current / engine, and REINFORCE if configured."""
         state = self._correction
         if state is None or not state.settings.bypass_mode:
             return super().policy_loss(minibatch, logprobs)
         train, mask = logprobs.detach(), minibatch.require("loss_mask")
         correction = correct(train, minibatch.rollout_logprobs, mask, state.plan)
         state.watch(correction, train, minibatch.rollout_logprobs)
-        # Rejected tokens are in no ratio either: that of a sequence is the accepted tokens' mean.
+        # Rejected tokens also leave the sequence ratio, a mean over accepted tokens.
         minibatch = replace(minibatch, loss_mask=correction.keep)
         if state.settings.loss_type == "ppo_clip":
             return super().policy_loss(minibatch, logprobs)._replace(accepted=correction.keep)
@@ -123,7 +123,7 @@ class RolloutCorrectionMixin(Base):
         return loss._replace(accepted=correction.keep)
 
     def update_metrics(self) -> dict[str, float]:
-        """In bypass mode, where current / engine is known during the update only."""
+        """Metrics of bypass mode, where current / engine is known during the update only."""
         mine = {} if self._correction is None else self._correction.finish_update()
         return super().update_metrics() | mine
 
@@ -134,7 +134,7 @@ class RolloutCorrectionMixin(Base):
             checkpoint["lightning_rlhf"]["rollout_correction"] = self._correction.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore it; a checkpoint of a run without correction has none, and the averages start afresh."""
+        """Restore them; if the checkpoint's run had no correction, the averages start afresh."""
         super().on_load_checkpoint(checkpoint)
         saved = checkpoint["lightning_rlhf"].get("rollout_correction")
         if self._correction is not None and saved is not None:
@@ -142,7 +142,7 @@ class RolloutCorrectionMixin(Base):
 
 
 class _State:
-    """What the mixin keeps: settings, the limits of this iteration, and the two tiers of metrics."""
+    """State of the mixin: settings, the limits of this iteration, and the two tiers of metrics."""
 
     def __init__(self, settings: RolloutCorrectionSettings, limits: AdaptiveLimits) -> None:
         self.settings, self.limits = settings, limits
@@ -166,7 +166,7 @@ class _State:
         self._triggered, self._watching = False, None
 
     def measure(self, correction: Correction, train: Tensor, rollout: Tensor) -> Numbers:
-        """The metrics of a whole batch: the cheap set, and the full one where it is due or chi-square calls for it."""
+        """The metrics of a whole batch: the cheap set, or the full one if it is due or chi-square triggers it."""
         numbers: Numbers = {}
         if not self._full:
             numbers = _compute(CorrectionMetrics(), correction, train, rollout)
@@ -179,13 +179,13 @@ class _State:
         return numbers
 
     def watch(self, correction: Correction, train: Tensor, rollout: Tensor) -> None:
-        """Take in one micro-batch of an update."""
+        """Add one micro-batch of an update to the metrics."""
         if self._watching is None:
             self._watching = CorrectionMetrics(full=self._full).to(train.device)
         self._watching.update(correction, train, rollout)
 
     def finish_update(self) -> Numbers:
-        """The metrics of all micro-batches; a trigger brings the full set of the next update, this one is over."""
+        """The metrics of all micro-batches; a trigger applies to the next update, as this one is over."""
         if self._watching is None:
             return {}
         numbers = self._watching.compute()
@@ -221,11 +221,10 @@ def _compute(metrics: CorrectionMetrics, correction: Correction, train: Tensor, 
 
 @torch.no_grad()
 def bypass(experience: Experience, *, reject_rows: bool) -> None:
-    """Let the engine's log-probabilities stand for the old ones.
+    """Use the engine's log-probabilities as the old ones.
 
-    A token without a finite one leaves the loss, with its whole row where ``reject_rows`` is true; nothing else can
-    stand for it, so there is no neutral choice. The reference's log-probability takes its place, so that a KL penalty
-    in the reward is 0 there.
+    A token without a finite one leaves the loss, with its whole row if ``reject_rows`` is true; there is no neutral
+    substitute. The reference's log-probability is filled in, so that a KL penalty in the reward is 0 there.
     """
     rollout, mask = experience.rollout_logprobs, experience.require("loss_mask")
     missing = experience.response_mask & ~rollout.isfinite()
@@ -237,16 +236,16 @@ def bypass(experience: Experience, *, reject_rows: bool) -> None:
 
 
 def check_engine(engine: Any, *, acts: bool, block: str = BLOCK) -> None:
-    """Refuse raw log-probabilities of tempered samples, which no one can mend; warn of truncated sampling.
+    """Refuse raw log-probabilities at a temperature other than 1, which cannot be corrected; warn of top-k and top-p.
 
     Args:
         engine: set up; ``describe()`` may say ``logprobs_mode`` (vLLM's word: ``raw_logprobs`` or
             ``processed_logprobs``).
         acts: whether the log-probabilities are used for more than metrics.
-        block: of the configuration, that uses them.
+        block: configuration block that uses the log-probabilities.
 
     Raises:
-        SettingError: they are those of another distribution than the one that was sampled from.
+        SettingError: the log-probabilities are of another distribution than the sampled one.
     """
     sampling = engine.sampling
     mode = str(engine.describe().get("logprobs_mode", "processed"))

@@ -30,7 +30,7 @@ class ActorOutput(NamedTuple):
     entropy: Tensor | None
     """``[B, R]`` float32, nats."""
     hidden: Tensor | None
-    """``[B, R + 1, H]``, the state in which token ``t`` was chosen; the last column is the state after all."""
+    """``[B, R + 1, H]``, the state in which token ``t`` was chosen; last column: the state after the last token."""
 
 
 class OutputHead(NamedTuple):
@@ -111,7 +111,7 @@ class Actor(nn.Module):
 
 
 def backbone(lm: PreTrainedModel) -> nn.Module:
-    """The model below the output head.
+    """The model without its output head.
 
     Raises:
         ValueError: The architecture does not separate the two.
@@ -123,7 +123,7 @@ def backbone(lm: PreTrainedModel) -> nn.Module:
 
 
 def encode(body: nn.Module, input_ids: Tensor, attention_mask: Tensor, response_length: int) -> Tensor:
-    """Hidden states ``[B, R + 1, H]`` of the response: the states in which each token was chosen, and the last one."""
+    """Hidden states ``[B, R + 1, H]`` of the response: those in which each token was chosen, and the last one."""
     if not 0 < response_length < input_ids.shape[1]:
         raise ValueError(
             f"response_length = {response_length} must be at least 1 and leave a prompt in {input_ids.shape[1]} columns"
@@ -163,7 +163,7 @@ def output_head(lm: PreTrainedModel) -> OutputHead:
 
 
 def _number(setting: Any) -> float:
-    """1 where a scale is unset, or spelt as a word as in MPT; :func:`verify_head` sees it if that is not the truth."""
+    """1 if a scale is unset, or a word as in MPT; :func:`verify_head` detects it if that is wrong."""
     return float(setting) if isinstance(setting, (int, float)) and setting else 1.0
 
 
@@ -230,7 +230,7 @@ def training_mode(module: nn.Module, training: bool) -> Iterator[None]:
 # --- precision ---------------------------------------------------------------------------------------------------
 
 Owned = tuple[nn.Module, str, Tensor]
-"""A tensor and where it hangs: module, attribute name, tensor."""
+"""A tensor with its owner: module, attribute name, tensor."""
 
 
 def derived_buffers(module: nn.Module) -> list[Owned]:
@@ -246,7 +246,7 @@ def derived_buffers(module: nn.Module) -> list[Owned]:
 def keep_dtype(
     module: Any, apply: Callable[..., Any], fn: Callable[..., Tensor], recurse: bool, kept: list[Owned]
 ) -> Any:
-    """Run ``nn.Module._apply`` so that the ``kept`` tensors follow to a new device but not to a lower precision.
+    """Run ``nn.Module._apply`` so that the ``kept`` tensors move to a new device but keep their precision.
 
     ``module.to(torch.bfloat16)``, which precision "bf16-true" uses, would round rotary frequencies as well: at
     position 1000 the angles would be off by radians. ``from_pretrained(dtype=...)`` keeps them in float32 too.

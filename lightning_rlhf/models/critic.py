@@ -46,7 +46,7 @@ class SharedCritic(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Values ``[B, R + 1]`` float32 of the actor's hidden states ``[B, R + 1, H]``.
 
-        Column ``t`` is the value of the state in which token ``t`` was chosen, the last one of the state after all.
+        Column ``t`` is the value of the state in which token ``t`` was chosen; the last one that after the last token.
         """
         return self.head(hidden)
 
@@ -65,7 +65,7 @@ class SeparateCritic(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor, response_length: int) -> Tensor:
         """Values ``[B, R + 1]`` float32.
 
-        Column ``t`` is the value of the state in which token ``t`` was chosen, the last one of the state after all.
+        Column ``t`` is the value of the state in which token ``t`` was chosen; the last one that after the last token.
 
         Args:
             input_ids: ``[B, T]`` int64, prompts padded on the left, responses on the right.

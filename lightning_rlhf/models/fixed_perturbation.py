@@ -20,13 +20,13 @@ INFERENCE_SHARE = 0.7
 
 @torch.no_grad()
 def fixed_sigma(log_sigma: Tensor, bits: int | None, share: float = INFERENCE_SHARE) -> Tensor:
-    """Standard deviations for inference: what is left of sigma on a quantised grid, times ``share``.
+    """Standard deviations for inference: sigma rounded to a quantised grid, times ``share``.
 
     Args:
         log_sigma: ``[L]`` or ``[L, H]``.
         bits: of the symmetric grid whose largest value is the largest sigma (of the layer, where there is one per
             hidden unit); ``None``: sigma as it is.
-        share: of the noise of training.
+        share: share of the training noise.
     """
     sigma = log_sigma.exp()
     if bits is not None:
@@ -39,7 +39,7 @@ def fixed_sigma(log_sigma: Tensor, bits: int | None, share: float = INFERENCE_SH
 def save_perturbation(
     log_sigma: Tensor, folder: str | Path, *, layers: str, indices: list[int], bits: int | None
 ) -> Path:
-    """Write ``perturbation.safetensors``: ``sigma`` for inference, and where it belongs. Returns its path."""
+    """Write ``perturbation.safetensors``: ``sigma`` for inference, and its layers. Returns its path."""
     path = Path(folder) / FILE
     place = {"layers": layers, "indices": json.dumps(indices), "bits": json.dumps(bits)}
     save_file({"sigma": fixed_sigma(log_sigma.cpu(), bits).contiguous()}, path, metadata=place)
@@ -47,7 +47,7 @@ def save_perturbation(
 
 
 def apply_perturbation(lm: Any, path: str | Path, *, seed: int = 0) -> FixedPerturbation:
-    """Perturb every forward pass of a model from now on, as an exported file says.
+    """Perturb every forward pass of a model from now on, with the noise of an exported file.
 
     Args:
         lm: the model as loaded from the exported folder.
@@ -55,10 +55,10 @@ def apply_perturbation(lm: Any, path: str | Path, *, seed: int = 0) -> FixedPert
         seed: of the noise; a new draw for every forward pass, that is for every token of ``generate``.
 
     Returns:
-        What was added; its ``remove()`` gives the plain model back.
+        The noise; its ``remove()`` restores the plain model.
 
     Raises:
-        ValueError: the file is not one of these, or does not fit the model.
+        ValueError: the file holds no perturbation, or does not fit the model.
     """
     path = Path(path)
     path = path / FILE if path.is_dir() else path
@@ -98,7 +98,7 @@ class FixedPerturbation(nn.Module):
         ]
 
     def remove(self) -> None:
-        """Take the noise off the model."""
+        """Remove the noise from the model."""
         self.perturbation.remove()
         for handle in self._handles:
             handle.remove()

@@ -107,8 +107,8 @@ def load_tokenizer(
     Args:
         path: As for :func:`load_pretrained`.
         gguf_file: As there.
-        dtype: Of the weights; only checked, so that one block of a configuration does for both.
-        attn_implementation: Of the weights.
+        dtype: Of the weights; only checked, so that both functions take the same configuration block.
+        attn_implementation: Ignored here.
         trust_remote_code: As there.
         chat_template: As there.
         eos_token: As there.
@@ -141,7 +141,7 @@ def resolve_path(path: str, gguf_file: str | None = None) -> tuple[str, str | No
     """Where to load from: a folder or hub id, and the GGUF file in it, if any.
 
     Raises:
-        ValueError: Nothing is there. No network time-out is waited for where the path can only be a local one.
+        ValueError: Nothing is there. A path that can only be local is refused without a network request.
     """
     if path.startswith(PACKAGE_SCHEME):
         local = _inside_package(path)
@@ -181,7 +181,7 @@ def _inside_package(path: str) -> Path:
 
 
 def _require_on_hub(path: str) -> None:
-    """One quick question to the hub in place of the minute of retries that loading would take."""
+    """One quick request to the hub, instead of a minute of retries while loading."""
     if isinstance(try_to_load_from_cache(path, "config.json"), str):
         return
     try:

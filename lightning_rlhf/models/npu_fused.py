@@ -1,8 +1,7 @@
 """Layers of a Hugging Face decoder computed by torch-npu's fused operators: RMSNorm, SwiGLU, attention.
 
-A layer is exchanged only where its own forward pass gives what the operator computes, tried out on numbers; its
-parameters keep their names. On tensors of any other device an exchanged layer computes as before: a model is checked
-on the CPU before it moves to the NPU.
+A layer is replaced only if its own forward pass gives the operator's result on a test input; its parameters keep their
+names. On other devices a replaced layer computes as before: a model is checked on the CPU before it moves to the NPU.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 ATTENTION = "npu_fusion"
-"""Name of the attention among those of transformers."""
+"""Name under which the attention is registered in transformers."""
 NOT_COMPUTED = ("softcap", "s_aux", "position_bias")
-"""Arguments of attention that change its result and that the fused operator does not have."""
+"""Arguments of attention that change its result and that the fused operator lacks."""
 
 
 def is_installed() -> bool:
-    """Whether the package with the operators is there."""
+    """Whether torch-npu, the package of the operators, is installed."""
     return importlib.util.find_spec("torch_npu") is not None
 
 
 def fuse(lm: PreTrainedModel) -> dict[str, int]:
-    """Exchange what can be exchanged, in place.
+    """Replace all layers that the operators can compute, in place.
 
     Args:
         lm: any Hugging Face decoder with its weights loaded; copies made of it afterwards have the fused layers, too.
@@ -124,7 +123,7 @@ def _is_swiglu(layer: Any) -> bool:
 
 
 def _probe(weight: Tensor) -> Tensor:
-    """A row of numbers ``[1, 1, H]`` that a layer with this weight takes."""
+    """A test input ``[1, 1, H]`` for a layer with this weight."""
     numbers = torch.randn(1, 1, weight.shape[-1], generator=torch.Generator().manual_seed(0))
     return numbers.to(weight.device, weight.dtype)
 
@@ -135,7 +134,7 @@ def _agree(layer: nn.Module, x: Tensor, expected: Tensor) -> bool:
     try:
         result = layer(x)
     except (TypeError, RuntimeError):
-        return False  # it takes other arguments: some other layer of a similar name
+        return False  # it takes other arguments: a different layer with a similar name
     if not isinstance(result, Tensor) or result.shape != expected.shape:
         return False
     tolerance = 8 * torch.finfo(x.dtype).eps
@@ -155,12 +154,12 @@ def attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention in the form in which transformers asks for it.
+    """Attention with the signature that transformers expects.
 
     Args:
         module: the attention layer.
         query: ``[B, heads, T, D]``.
-        key, value: ``[B, key-value heads, S, D]``; the operator shares them among groups of heads by itself.
+        key, value: ``[B, key-value heads, S, D]``; the operator itself shares them among groups of heads.
         attention_mask: ``[B, 1, T, S]`` bool, true where a key is seen; may be ``None`` where ``T`` is 1.
         dropout: probability of dropping a weight; 0 in reinforcement learning.
         scaling: of the scores; ``None`` is ``D ** -0.5``.
@@ -169,14 +168,14 @@ def attention(
         ``[B, T, heads, D]``, and no attention weights.
 
     Raises:
-        ValueError: an argument that the operator does not have, or a mask that is no bool.
+        ValueError: an argument that the operator does not have, or a mask that is not bool.
     """
     odd = [name for name in NOT_COMPUTED if kwargs.get(name) is not None]
     if query.shape[2] > 1 and (attention_mask is None or attention_mask.dtype != torch.bool):
         odd.append("a mask of its own")
     if odd:
         raise ValueError(f"model.policy.npu_fused: {type(module).__name__} uses {odd[0]}, unknown to the operator")
-    # While a cache is decoded the operator is not meant to be used: its documentation names training only.
+    # Not for decoding with a KV cache: the operator's documentation names training only.
     if not _runs_there(query) or query.shape[2] != key.shape[2]:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -187,22 +186,22 @@ def attention(
         value,
         query.shape[1],
         "BNSD",
-        atten_mask=None if attention_mask is None else ~attention_mask,  # there true is hidden
+        atten_mask=None if attention_mask is None else ~attention_mask,  # there true means masked
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         keep_prob=1.0 - dropout,
-        inner_precise=2,  # padding on the left: rows that see no key must come out finite
+        inner_precise=2,  # padding on the left: rows without a visible key must stay finite
     )[0]
     return output.transpose(1, 2).contiguous(), None
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """The mask of sdpa, always written out: the operator takes no word for "causal" without a mask."""
+    """The mask of sdpa, always as a tensor: the operator needs it for causal attention, too."""
     return sdpa_mask(*args, **kwargs | {"allow_is_causal_skip": False})
 
 
 @torch.no_grad()
 def _fuse_attention(lm: PreTrainedModel) -> int:
-    """Let the model use :func:`attention`; the number of layers that do, 0 if the model was left as it was."""
+    """Switch the model to :func:`attention`; returns the number of layers, 0 if the model is unchanged."""
     layers: list[nn.Module] = []
 
     def counted(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
@@ -217,7 +216,7 @@ def _fuse_attention(lm: PreTrainedModel) -> int:
         lm.set_attn_implementation(ATTENTION)
         lm.eval()(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
     except ValueError:
-        layers.clear()  # an architecture without exchangeable attention, or with one that the operator does not compute
+        layers.clear()  # attention cannot be replaced, or the operator does not compute it
     finally:
         AttentionInterface.register(ATTENTION, attention)
         for layer, mode in modes:

@@ -1,4 +1,4 @@
-"""Learnable Gaussian noise on the hidden states of a decoder, in the forward passes that ask for it.
+"""Learnable Gaussian noise on the hidden states of a decoder, in chosen forward passes.
 
 Adaptive layerwise perturbation (ALP, arXiv 2603.19470): the input ``h`` of decoder layer ``l`` becomes
 ``h + sigma_l * z`` with ``z ~ N(0, 1)``. The standard deviations are parameters, kept as logarithms so that they stay
@@ -77,7 +77,7 @@ def clamp_sigma_(log_sigma: Tensor, low: float, high: float) -> None:
 
 @dataclass(frozen=True)
 class NoisePass:
-    """One forward pass under noise: all that its noise depends on, kept until its activations are recomputed."""
+    """Everything that one forward pass's noise depends on, kept until its activations are recomputed."""
 
     seed: int
     step: int
@@ -103,7 +103,7 @@ class Perturbation(nn.Module):
         lm: a causal language model of transformers; gets hooks, and is not kept.
         init_sigma: standard deviation to start from; 0 stays 0.
         granularity: ``layer``: one number per layer; ``channel``: one per layer and hidden unit.
-        layers: dotted name of the list of decoder layers, where it cannot be found.
+        layers: dotted name of the list of decoder layers, if it cannot be found automatically.
         layer_range: first and last layer that are perturbed, counted from 0; ``None``: all.
         bits: 8 or 4: hidden states are rounded to a grid of that many bits after the noise. ``None``: not.
         seed: of the noise.
@@ -154,7 +154,7 @@ class Perturbation(nn.Module):
 
     @property
     def current(self) -> NoisePass | None:
-        """The pass that is running under noise, recomputed or not; ``None`` outside."""
+        """The pass that runs with noise, also while recomputed; ``None`` outside."""
         return self._pass
 
     @property
@@ -164,9 +164,9 @@ class Perturbation(nn.Module):
 
     @contextmanager
     def noise(self, *, step: int, part: int, rank: int = 0, mask: Tensor | None = None) -> Iterator[None]:
-        """Perturb the forward passes inside.
+        """Perturb the forward passes inside this context.
 
-        The same numbers give the same noise; layers differ from one another.
+        Equal arguments give equal noise; each layer has its own.
 
         Args:
             step: counts batches or optimiser steps.
@@ -194,7 +194,7 @@ class Perturbation(nn.Module):
             handle.remove()
 
     def checkpoint_context(self) -> tuple[AbstractContextManager, AbstractContextManager]:
-        """``context_fn`` of ``torch.utils.checkpoint``: what is recomputed gets the noise it had."""
+        """``context_fn`` of ``torch.utils.checkpoint``: a recomputed layer gets its first noise again."""
         return nullcontext(), _Resumed(self, self._pass)
 
     def _perturb(self, row: int, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
@@ -207,7 +207,7 @@ class Perturbation(nn.Module):
         return ((noisy, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": noisy})
 
     def _refuse_unknown_recomputation(self, layer: nn.Module) -> None:
-        """Without this, a perturbed layer would be recomputed without noise, and its gradients wrong in silence."""
+        """Otherwise a perturbed layer would be recomputed without noise, with silently wrong gradients."""
         if torch._C._current_graph_task_id() != -1 and not self._recomputing:
             raise RuntimeError(
                 f"{type(layer).__name__} is recomputed in the backward pass by a checkpoint that does not restore its "
@@ -221,7 +221,7 @@ class Perturbation(nn.Module):
 
 
 class _Resumed(AbstractContextManager):
-    """The state of an earlier pass; entered once per recomputation, so it may be entered several times."""
+    """Restores an earlier pass; entered once per recomputation, so possibly several times."""
 
     def __init__(self, perturbation: Perturbation, resumed: NoisePass | None) -> None:
         self._perturbation, self._resumed = perturbation, resumed
@@ -245,11 +245,11 @@ def decoder_layers(lm: Any, name: str | None = None, *, key: str = "module.alp.l
 
     Args:
         lm: a causal language model of transformers, or its backbone.
-        name: of the list, for a model where that does not lead to it.
+        name: of the list, for a model where this rule does not find it.
         key: of ``name`` in the configuration, for the error.
 
     Raises:
-        ValueError: nothing fits; says how to name them and which lists there are.
+        ValueError: no list fits; the message says how to name one and which lists exist.
     """
     lists = {path: module for path, module in lm.named_modules() if isinstance(module, nn.ModuleList) and len(module)}
     if name is not None:
@@ -275,7 +275,7 @@ def _no_layers(lm: Any, name: str | None, key: str, lists: dict[str, nn.ModuleLi
 
 
 def restore_in_checkpoints(lm: nn.Module, context_fn: Callable[[], Any]) -> None:
-    """Hand ``context_fn`` to the checkpoint function of every module that recomputes its activations."""
+    """Pass ``context_fn`` to the checkpoint function of every module that recomputes its activations."""
     for module in lm.modules():
         function = module.__dict__.get("_gradient_checkpointing_func")
         if function is not None:

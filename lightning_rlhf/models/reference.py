@@ -68,7 +68,7 @@ class AdapterReference:
 
 @contextmanager
 def active_adapter(lm: PreTrainedModel, name: str | None) -> Iterator[None]:
-    """Switch to the adapter ``name``, or to none, without gradient; the state before comes back, come what may."""
+    """Switch to the adapter ``name``, or to none, without gradient; the former state is always restored."""
     layers = lora_layers(lm).values()
     before = [(layer, layer.active_adapters, layer.disable_adapters) for layer in layers]
     gradients = [(p, p.requires_grad) for layer in layers for p in layer.parameters()]

@@ -18,16 +18,16 @@ from lightning_rlhf.models.perturbation import AddNoise, Perturbation, decoder_l
 SMALLEST_SHARE = 0.01
 """An expert that is hardly used keeps at least this share of its noise, or it could never be chosen again."""
 MEMORY = 0.99
-"""Of the moving average of the utilisation, per optimiser step."""
+"""Decay of the moving average of the utilisation, per optimiser step."""
 
 
 class RouterPerturbation(nn.Module):
-    """Noise on the router logits, in the passes that the layers' :class:`Perturbation` opens.
+    """Noise on the router logits, in the passes inside :meth:`Perturbation.noise`.
 
     The logit of expert ``e`` becomes ``logit + sigma_e * u_e / target * z``: an expert that gets more tokens than its
     share is perturbed more, one that gets fewer less. ``u_e`` is a moving average over optimiser steps, the same on
     every rank. Routers are found through the model's own ``_can_record_outputs["router_logits"]``; their first matrix
-    product is perturbed, so their code is not touched.
+    product is perturbed, so their code stays unchanged.
 
     Args:
         lm: a causal language model of transformers.
@@ -63,7 +63,7 @@ class RouterPerturbation(nn.Module):
         self.log_sigma = nn.Parameter(torch.full((len(routers), count), start, device=device, dtype=torch.float32))
         even = torch.full((len(routers), count), 1 / count, device=device, dtype=torch.float32)
         self.register_buffer("utilisation", even)
-        self._perturbation = [perturbation]  # in a list: it is not a part of this module
+        self._perturbation = [perturbation]  # in a list: not registered as a submodule
         self._modes: list[_FirstProduct] = []
         self._shares: dict[int, Tensor] = {}
         self._sums = torch.zeros_like(even)
@@ -86,10 +86,10 @@ class RouterPerturbation(nn.Module):
 
     @torch.no_grad()
     def finish_step(self, *, learned: bool = True) -> None:
-        """Take the utilisation since the last step into the average; called on every rank.
+        """Add the utilisation since the last step to the average; to be called on every rank.
 
         Args:
-            learned: false forgets it: the minibatch was rejected as a whole, and leaves no trace.
+            learned: false drops it, as all tokens of the minibatch were rejected.
         """
         sums, tokens = all_reduce_sum(torch.cat([self._sums.flatten(), self._tokens[None]])).split(self._sums.numel())
         if learned and tokens > 0:
@@ -99,7 +99,7 @@ class RouterPerturbation(nn.Module):
 
     @torch.no_grad()
     def sigmas(self) -> Tensor:
-        """``[M]`` root mean square over experts of the standard deviation in force."""
+        """``[M]`` root mean square over experts of the current standard deviation."""
         return (self.log_sigma.exp() * self._scale()).square().mean(-1).sqrt()
 
     def _scale(self) -> Tensor:
@@ -127,7 +127,7 @@ class RouterPerturbation(nn.Module):
             probabilities = probabilities[current.mask.flatten()]
         shares = probabilities.mean(0)
         if self._perturbation[0].recomputing:
-            return  # a checkpoint compares what is saved for the backward pass, so all of the above is done again
+            return  # a checkpoint compares the tensors saved for backward, so all of the above is repeated
         self._shares[row] = shares
         with torch.no_grad():
             self._sums[row] += probabilities.sum(0)
@@ -142,7 +142,7 @@ class RouterPerturbation(nn.Module):
 
 
 class _FirstProduct(TorchFunctionMode):
-    """Changes the result of the first ``torch.nn.functional.linear`` that is called while it is entered."""
+    """Changes the result of the first ``torch.nn.functional.linear`` that is called in this context."""
 
     def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ def find_routers(lm: Any, layers: str) -> dict[int, nn.Module]:
     """The router of each decoder layer that has one, by the layer's number.
 
     Raises:
-        ValueError: the model names no class of routers, or no layer holds one.
+        ValueError: the model names no router class, or no layer holds a router.
     """
     named = getattr(lm.get_decoder(), "_can_record_outputs", None) or {}
     recorded = named.get("router_logits", [])
@@ -181,5 +181,5 @@ def find_routers(lm: Any, layers: str) -> dict[int, nn.Module]:
 
 
 def _experts(router: nn.Module) -> int:
-    """How many there are to choose from: the rows of the router's matrix."""
+    """The number of experts: the rows of the router's matrix."""
     return next(parameter.shape[0] for parameter in router.parameters() if parameter.ndim == 2)

@@ -1,4 +1,4 @@
-"""What goes into an exported folder beside the weights, so that others can generate with it as it is."""
+"""Tokenizer and generation config of an exported folder, ready for generation."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ OF_BEAMS = ("early_stopping", "length_penalty")
 
 
 def exported_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """A copy that pads prompts on the left, where a batch of them has to be padded for generation."""
+    """A copy that pads on the left, as generation needs for a batch of prompts."""
     exported = copy.deepcopy(tokenizer)
     exported.padding_side = "left"
-    exported.init_kwargs["padding_side"] = "left"  # what is written; the attribute is of this object only
+    exported.init_kwargs["padding_side"] = "left"  # this is written to disk; the attribute is not
     return exported
 
 
 def exported_generation_config(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig | None:
     """The model's generation config, its end and padding tokens named, without what transformers refuses to save.
 
-    Options that have no effect are such: those of sampling without ``do_sample``, and of beams without ``num_beams``.
-    To leave them out changes nothing that is generated; each is logged.
+    It refuses options without effect: sampling options without ``do_sample``, beam options without ``num_beams``.
+    Leaving them out does not change what is generated; each is logged.
     """
     if lm.generation_config is None:
         return None
@@ -53,7 +53,7 @@ def exported_generation_config(lm: PreTrainedModel, tokenizer: PreTrainedTokeniz
 
 
 def _refused(config: GenerationConfig) -> str | None:
-    """Why transformers would not save it."""
+    """Why transformers would not save the config; ``None`` if it would."""
     try:
         config.validate(strict=True)
     except ValueError as error:

@@ -1,7 +1,7 @@
-"""Sharding over ranks with FSDP2: of every weight a rank keeps a slice, and gathers a layer while it computes with it.
+"""Sharding over ranks with FSDP2: each rank keeps a slice of every weight, and gathers a layer's weights to compute it.
 
 Actor, separate or shared critic and frozen reference are roots of their own, each decoder layer is a unit inside. Only
-a root may be called: a call that went past it would meet weights that nobody gathered.
+a root may be called: a module inside, called directly, would find its weights not gathered.
 
 The standard deviations of ALP stay outside, whole on every rank. They are a few numbers that hooks inside sharded
 layers read while other weights are gathered; as slices most ranks would hold none of them, and as a unit of their own
@@ -42,11 +42,11 @@ class Sharding:
 
     Attributes:
         mesh: the ranks, in one dimension.
-        gather_dtype: in which decoder layers are gathered and computed with; ``None``: as they are. Embeddings, final
-            norm and head stay as they are either way: the hidden states between layers, which ALP perturbs, take their
+        gather_dtype: dtype in which decoder layers are gathered and computed; ``None``: their own. Embeddings, final
+            norm and head keep their dtype either way: the hidden states between layers, which ALP perturbs, take their
             dtype from the embeddings. Gradients are reduced in float32.
         cpu_offload: slices of weights, gradients and the optimiser's state lie in host memory.
-        layers: dotted name of the list of decoder layers in the language model, where it cannot be found.
+        layers: dotted name of the list of decoder layers in the language model, if it cannot be found automatically.
     """
 
     mesh: DeviceMesh
@@ -57,7 +57,7 @@ class Sharding:
     def shard(self, part: nn.Module) -> None:
         """Shard actor, critic or frozen reference in place, layer by layer; a second call changes nothing.
 
-        Layers are moved to the mesh's device as they are sharded, so one whole layer at a time lies on it.
+        Layers are moved to the mesh's device as they are sharded, so it holds one whole layer at a time.
 
         Raises:
             ValueError: the decoder layers cannot be found.
@@ -77,14 +77,14 @@ class Sharding:
         self._unit(root, None)
         if isinstance(root, Actor):
             register_fsdp_forward_method(root, "hidden_states")
-        # FSDP takes the first module that is called for the root; generation calls layers before any root.
+        # FSDP takes the first called module as the root; generation calls layers before any root.
         root._get_fsdp_state()._lazy_init()  # type: ignore[operator]
 
     def _unit(self, module: nn.Module, dtype: torch.dtype | None) -> None:
         """One unit of gathering.
 
-        A unit is always dropped again after its forward pass, roots too: a copy that stayed gathered between scoring
-        and the next backward pass would hide weights that a rollback or a checkpoint brings back meanwhile.
+        A unit is always resharded after its forward pass, roots too: weights that stayed gathered between scoring and
+        the next backward pass would hide those restored by a rollback or a checkpoint.
         """
         precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         pinned = self.mesh.device_type != "cpu"
@@ -99,10 +99,10 @@ def is_sharded(module: nn.Module) -> bool:
 
 @contextmanager
 def gathered(module: nn.Module) -> Iterator[None]:
-    """Every weight whole on every rank inside, so that forward passes there communicate nothing; entered by all ranks.
+    """Gather all weights on every rank for this context, so that forward passes inside communicate nothing; collective.
 
     For generation, where ranks take different numbers of steps. It costs the memory of the whole module in the dtype
-    in which it is gathered. Without sharding nothing happens.
+    in which it is gathered. Does nothing without sharding.
     """
     units: list[Any] = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
     try:
@@ -117,7 +117,7 @@ def gathered(module: nn.Module) -> Iterator[None]:
 
 
 def placed(tensor: Tensor, like: Tensor) -> Tensor:
-    """``tensor`` as ``like`` lies over the ranks, in its own dtype: whole, or of a whole tensor this rank's slice.
+    """``tensor`` distributed over the ranks like ``like``, in its own dtype: whole, or this rank's slice.
 
     Nothing is communicated; a whole tensor has to be the same on every rank.
     """

@@ -1,4 +1,4 @@
-"""A tiny random language model with a character tokenizer, built on the spot: no download, no files."""
+"""A tiny random language model with a character tokenizer, built in memory: no download, no files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def build_tiny(
     """A randomly initialised Llama, the same for the same arguments, and a tokenizer with one token per character.
 
     Args:
-        vocabulary: The characters the tokenizer knows. A text with any other character is refused by it.
+        vocabulary: The characters the tokenizer knows. It refuses a text with any other character.
         hidden_size: Width of the residual stream.
         intermediate_size: Width of the feed-forward layers; ``None``: four times ``hidden_size``.
         layers: Number of transformer blocks.
@@ -76,7 +76,7 @@ def build_tiny(
 
 
 def _convert(lm: LlamaForCausalLM, dtype: torch.dtype) -> None:
-    """The rotary frequencies are no parameters and stay in float32, as ``from_pretrained`` keeps them."""
+    """Convert the parameters; rotary frequencies are buffers and stay in float32, as ``from_pretrained`` keeps them."""
     for parameter in lm.parameters():
         parameter.data = parameter.data.to(dtype)
     lm.config.dtype = dtype

@@ -13,11 +13,11 @@ from transformers.pytorch_utils import Conv1D
 POLICY_ADAPTER = "policy"
 
 _WRAPPERS = re.compile(r"^module\.|(?:^|(?<=\.))(?:_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)\.")
-"""What DDP, FSDP, torch.compile and activation checkpointing put into names."""
+"""Parts of names that DDP, FSDP, torch.compile and activation checkpointing add."""
 
 
 def plain_name(name: str) -> str:
-    """A parameter's or module's name without what wrappers added."""
+    """A parameter's or module's name without the parts that wrappers add."""
     while (stripped := _WRAPPERS.sub("", name)) != name:
         name = stripped
     return name
@@ -37,7 +37,7 @@ def merged_weight(layer: Any, adapter: str = POLICY_ADAPTER) -> Tensor:
     """``W + scaling * B @ A`` of one LoRA layer, as a new tensor: computed in float32, cast once to W's dtype."""
     base, weight = layer.get_base_layer(), whole(layer.get_base_layer().weight)
     up, down = whole(layer.lora_B[adapter].weight), whole(layer.lora_A[adapter].weight)
-    with torch.autocast(weight.device.type, enabled=False):  # a surrounding one would multiply in low precision
+    with torch.autocast(weight.device.type, enabled=False):  # it would multiply in low precision
         delta = layer.scaling[adapter] * (up.float() @ down.float())
     if isinstance(base, Conv1D):  # GPT-2 keeps its weights transposed
         delta = delta.T
@@ -45,8 +45,8 @@ def merged_weight(layer: Any, adapter: str = POLICY_ADAPTER) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The tensor without its graph; of one sharded over ranks all parts, which every rank has to ask for."""
-    full = getattr(tensor, "full_tensor", None)  # DTensor, without importing torch.distributed for everyone else
+    """The tensor without its graph; a sharded one is gathered, for which every rank must call this."""
+    full = getattr(tensor, "full_tensor", None)  # DTensor, recognised without an import
     return tensor.detach() if full is None else full().detach()
 
 

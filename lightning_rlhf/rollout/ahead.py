@@ -21,8 +21,8 @@ class Ahead:
     Attributes:
         lag: 0 generates with the weights that the batch is trained from (on-policy); 1 generates the next batch while
             this one is trained on, with the weights before this iteration's update.
-        max_staleness: iterations that the weights a sample came from may lie behind; an older rollout is thrown away
-            and drawn again. ``None`` sets no limit.
+        max_staleness: iterations by which a sample's weights may lag behind; an older rollout is dropped and generated
+            again. ``None`` sets no limit.
     """
 
     lag: int = 0
@@ -39,8 +39,8 @@ class Ahead:
 class AheadRollouts:
     """Holds the one rollout that is generated ahead of the iteration it belongs to.
 
-    Weights must not change while :meth:`wait` has not returned. The state is the finished rollout, so a resumed run
-    trains on the very samples an uninterrupted one would.
+    Weights must not change before :meth:`wait` has returned. The state is the finished rollout, so a resumed run trains
+    on the same samples as an uninterrupted one.
     """
 
     def __init__(self) -> None:
@@ -49,14 +49,14 @@ class AheadRollouts:
         self._ready: Rollout | None = None
 
     def begin(self, generate: Callable[[], Rollout], device: torch.device) -> None:
-        """Call ``generate`` in a thread of its own: no gradient, the autocast in force here (it is the thread's)."""
+        """Call ``generate`` in another thread, without gradients and with this thread's autocast state."""
         if self._running is not None or self._ready is not None:
             raise RuntimeError("a rollout ahead of training is still there; take it before the next one begins")
         self._pool = self._pool or ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout")
         self._running = self._pool.submit(_run, generate, autocast_in_force(device))
 
     def wait(self) -> None:
-        """Until the generation has ended; raises what it raised."""
+        """Wait until the generation has ended; raises its error."""
         if self._running is not None:
             running, self._running = self._running, None
             self._ready = running.result()
@@ -80,7 +80,7 @@ class AheadRollouts:
         self._ready = Rollout(**moved) if moved else None
 
     def close(self) -> None:
-        """End the thread once it is idle; what it still generates is dropped."""
+        """End the thread once it is idle; a rollout in progress is dropped."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
         self._pool = self._running = self._ready = None
@@ -92,6 +92,6 @@ def _run(generate: Callable[[], Rollout], autocast: AbstractContextManager) -> R
 
 
 def autocast_in_force(device: torch.device) -> AbstractContextManager:
-    """A context that sets the calling thread's autocast in whatever thread enters it."""
+    """A context that applies the calling thread's autocast state to the thread that enters it."""
     kind = device.type
     return torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind))

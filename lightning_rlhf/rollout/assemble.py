@@ -1,4 +1,4 @@
-"""From what another engine returns, plain lists per row, to a rollout."""
+"""Builds a rollout from the plain lists per row that an engine returns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_rlhf.experience import Finish, PromptBatch, Rollout, sample_seed
 from lightning_rlhf.rollout.base import length_mask, pad_left
 
 FINISH = {"stop": Finish.NATURAL, "length": Finish.TRUNCATED}
-"""vLLM's words, which are also those of the OpenAI interface."""
+"""Finish reasons of vLLM, which are also those of the OpenAI API."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Generated:
         ids: generated tokens, end token included.
         logprobs: log-probability (nats) of each under the distribution it was sampled from; not finite where the engine
             could not compute it.
-        finish: why it ended, in vLLM's words.
-        version: of the weights that sampled it.
+        finish: vLLM's finish reason.
+        version: version of the weights that sampled it.
     """
 
     ids: Sequence[int]
@@ -64,7 +64,7 @@ def assemble_rollout(
         pad_id: id on padding.
 
     Raises:
-        RuntimeError: a response is missing, empty, not completed, or has not one log-probability for each token.
+        RuntimeError: a response is missing, empty, not completed, or lacks log-probabilities for some tokens.
     """
     samples, rest = divmod(len(responses), len(prompts))
     if rest or not samples or len(seeds) != len(responses):

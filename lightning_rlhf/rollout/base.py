@@ -57,14 +57,14 @@ class Sampling:
 
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """Draws responses to prompts; :class:`BaseEngine` is where one of your own begins."""
+    """Draws responses to prompts; subclass :class:`BaseEngine` for your own."""
 
     sampling: Sampling
     ahead: Ahead
     reports_logprobs: bool
     """Whether each token comes with its log-probability, as rollout correction and ALP need it."""
     max_model_len: int | None
-    """Longest sequence, prompt and response, that the settings allow; ``None``: they say nothing."""
+    """Longest sequence, prompt and response, that the settings allow; ``None``: not set."""
 
     @property
     def shares_weights(self) -> bool:
@@ -72,7 +72,7 @@ class RolloutEngine(Protocol):
 
     @property
     def positions(self) -> int | None:
-        """Longest sequence that the engine takes, known once it is set up; ``None``: whatever the model takes."""
+        """Longest sequence that the engine takes, known once it is set up; ``None``: the model's limit."""
 
     def setup(self, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         """Bind the engine to the trainer's language model and tokenizer, on all ranks together.
@@ -98,19 +98,19 @@ class RolloutEngine(Protocol):
         """Take over the trainer's weights; rollouts drawn from here on carry ``version``, the iterations trained.
 
         Called on all ranks together; :meth:`generate` is not, and must not wait for another rank.
-        Never called while :meth:`generate` runs, which with ``ahead.lag = 1`` is called from a thread of its own and
-        must not read weights that training changes meanwhile.
+        Never called while :meth:`generate` runs. With ``ahead.lag = 1`` that is called from another thread and must not
+        read weights that training changes.
         """
 
     def describe(self) -> dict[str, Any]:
-        """Every setting in force, as plain values for the log."""
+        """Every current setting, as plain values for the log."""
 
     def close(self) -> None:
         """The run is over: free what the engine holds beyond the trainer's model."""
 
 
 class BaseEngine:
-    """What the kit's engines have in common: settings of sampling, and the head of what they say of themselves.
+    """Common parts of the kit's engines: settings of sampling, and shared entries of :meth:`RolloutEngine.describe`.
 
     Args:
         temperature: divides the logits.
@@ -168,8 +168,8 @@ class BaseEngine:
         """What ``describe`` returns: the shared settings in force, and those of the engine alone.
 
         Args:
-            engine: what it is called in a configuration.
-            binding: what model and tokenizer gave; ``ignored_generation_config`` is what the checkpoint wanted.
+            engine: its name in a configuration.
+            binding: facts of model and tokenizer; ``ignored_generation_config`` lists the checkpoint's ignored options.
             own: further settings and facts.
         """
         sampling = {name: value for name, value in asdict(self.sampling).items() if name != "greedy"}

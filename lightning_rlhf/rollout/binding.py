@@ -89,7 +89,7 @@ def stop_ids_setting(value: Any) -> list[int]:
 
 
 def announce(binding: Binding, sampling: Sampling, *, ignore_eos: bool) -> None:
-    """Log what a user may not expect."""
+    """Log facts that a user may not expect."""
     if not binding.stop_ids and not ignore_eos:
         log.warning("no end token is known: every response will have rollout.max_new_tokens tokens")
     if sampling.truncated:
@@ -147,7 +147,7 @@ def _ids(source: object) -> set[int]:
 
 
 def _sampling_options(generation: GenerationConfig | None) -> dict[str, Any]:
-    """What a generation config sets about the choice of tokens, beside end tokens, which act here too."""
+    """Sampling options of a generation config, without end tokens (those are used here, too)."""
     options = {} if generation is None else generation.to_diff_dict()
     return {
         name: value

@@ -75,7 +75,7 @@ class CachedModel:
     def __init__(self, lm: PreTrainedModel) -> None:
         self.lm: Any = unwrapped(lm)
         accepted = inspect.signature(self.lm.forward).parameters
-        caches = [name for name in ("cache", "past_key_values") if name in accepted]  # the second until 5.23
+        caches = [name for name in ("cache", "past_key_values") if name in accepted]  # until transformers 5.23
         if not caches:
             raise ValueError(f"HFEngine cannot generate with {type(self.lm).__name__}: its forward takes no cache")
         self._cache_argument = caches[0]

@@ -1,4 +1,4 @@
-"""The decode loop: one token per row and step, finished rows leave."""
+"""The decode loop: one token per row and step; finished rows are removed from the batch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ LEAVING = 1 / 8
 
 @dataclass
 class Response:
-    """What is being generated; rows of it are filled in place."""
+    """The responses being generated, filled in place."""
 
     ids: Tensor
-    """``[B, R]`` int64; nothing is said about columns from ``lengths`` on."""
+    """``[B, R]`` int64; columns from ``lengths`` on are undefined."""
     logprobs: Tensor
     """``[B, R]`` float32, as ``ids``."""
     lengths: Tensor
@@ -49,21 +49,21 @@ class RunningBatch:
     """The rows that are still in the batch, N of them."""
 
     row: Tensor
-    """``[N]`` where they lie in the response."""
+    """``[N]`` their row numbers in :class:`Response`."""
     active: Tensor
-    """``[N]`` bool; false: the row has ended and leaves at the next opportunity."""
+    """``[N]`` bool; false: the row has ended and is removed later."""
     uniforms: Tensor
-    """``[N, R]``."""
+    """``[N, R]`` random numbers in [0, 1), one per token."""
     mask: Tensor | None
     """``[N, P + R]`` bool over prompt and future tokens; ``None`` if no prompt is padded."""
     position: Tensor
-    """``[N, 1]`` of the next token."""
+    """``[N, 1]`` position id of the next token."""
     cache: DynamicCache
     columns: int
     """Tokens per row in the cache, padding included."""
 
     def keep(self, index: Tensor) -> None:
-        """Only the given rows stay."""
+        """Keep only the given rows."""
         self.cache.reorder_cache(index)  # type: ignore[arg-type]
         self.row, self.active, self.uniforms = self.row[index], self.active[index], self.uniforms[index]
         self.mask = None if self.mask is None else self.mask[index]
@@ -81,7 +81,7 @@ class RunningBatch:
 def prefill(
     model: CachedModel, ids: Tensor, mask: Tensor, of_row: Tensor, uniforms: Tensor
 ) -> tuple[RunningBatch, Tensor]:
-    """Read each distinct prompt once; row ``n`` of the batch continues prompt ``of_row[n]``.
+    """Run the model once on each distinct prompt; row ``n`` of the batch continues prompt ``of_row[n]``.
 
     Args:
         model: the model.

@@ -1,4 +1,4 @@
-"""The state a model must be in while it generates, and its way back."""
+"""Puts a model into the state for generation and back."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import nn
 def generation_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, key-value cache on, activation checkpointing off, no gradient.
 
-    Every module's flags come back as they were, also after an exception. Works on any wrapper (peft, an actor), for
-    it looks at all submodules and their configurations.
+    Every module's flags are restored, also after an exception. Works on any wrapper (peft, an actor), as it changes all
+    submodules and their configurations.
     """
     state = [*_flags(model, "training"), *_flags(model, "gradient_checkpointing"), *_cache_flags(model)]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in state]
@@ -47,7 +47,7 @@ def _weights_cast_once(model: nn.Module) -> Iterator[None]:
     """Under autocast, keep the low-precision copies of the weights until the end of the generation.
 
     A surrounding autocast without cache (Lightning's) would cast every weight again at every token. Copies are dropped
-    before, for the weights may have changed since they were made, and afterwards, for the same reason and for memory.
+    before and afterwards, as the weights change in between, and to free memory.
     """
     device = next(model.parameters()).device.type
     if not torch.is_autocast_enabled(device):

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 class HFEngine(BaseEngine):
     """Generation with a Hugging Face causal language model and its key-value cache.
 
-    A row's tokens are a function of its prompt, the weights and its own seed: it does not matter who else is in the
-    batch, in which order, or when the others finish (up to floating-point rounding, which depends on the shape of a
-    matrix product). The global random state is neither read nor changed. Rows that finish leave the batch. What the
-    checkpoint's generation config says about sampling is **not** applied; :meth:`describe` lists it.
+    A row's tokens are a function of its prompt, the weights and its own seed: other rows of the batch, their order and
+    their lengths do not matter (up to floating-point rounding, which depends on the shape of a matrix product). The
+    global random state is neither read nor changed. Finished rows are removed from the batch. What the checkpoint's
+    generation config says about sampling is **not** applied; :meth:`describe` lists it.
 
     Args:
         max_batch_tokens: limit of rows x (longest prompt + ``max_new_tokens``) generated at a time; bounds the
@@ -48,7 +48,7 @@ class HFEngine(BaseEngine):
         self.max_batch_tokens = max_batch_tokens
         self._bound: tuple[CachedModel, Binding] | None = None
         self._trained: PreTrainedModel | None = None
-        """Where weights are copied from, if this engine has a model of its own."""
+        """The trained model to copy weights from, if this engine has its own copy."""
 
     @property
     def shares_weights(self) -> bool:
@@ -62,7 +62,7 @@ class HFEngine(BaseEngine):
             ValueError: a stop token lies outside the vocabulary, or the model takes no key-value cache.
         """
         binding = bind(lm, tokenizer, self.stop_token_ids)
-        if self._bound is None or self._trained is not lm:  # by the second stage of a run the model may be sharded
+        if self._bound is None or self._trained is not lm:  # in a later stage of a run the model may be sharded already
             self._trained = lm if self.ahead.lag else None
             self._bound = CachedModel(deepcopy(lm).requires_grad_(False) if self.ahead.lag else lm), binding
         announce(binding, self.sampling, ignore_eos=self.ignore_eos)
@@ -77,12 +77,12 @@ class HFEngine(BaseEngine):
                     own[name].copy_(whole(tensor))
 
     def describe(self) -> dict[str, Any]:
-        """Every setting in force, as plain values; ``ignored_generation_config`` is what the checkpoint wanted."""
+        """Every current setting, as plain values; ``ignored_generation_config`` lists the checkpoint's own."""
         _, binding = self._require_setup()
         return self.described("hf", binding, max_batch_tokens=self.max_batch_tokens)
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Release the model."""
         self._bound = self._trained = None
 
     def generate(
@@ -91,8 +91,8 @@ class HFEngine(BaseEngine):
         """Draw ``samples`` responses to each prompt; see :meth:`RolloutEngine.generate`.
 
         Returns:
-            A rollout on the model's device; R is the length of its longest response. From logits that are not finite
-            comes some token, whose log-probability is NaN.
+            A rollout on the model's device; R is the length of its longest response. Logits that are not finite give an
+            arbitrary token with log-probability NaN.
 
         Raises:
             ValueError: no prompt, an empty prompt, or prompt and response exceed the model's positions.

@@ -17,20 +17,20 @@ def generate_in_parts(
     control: Control,
     pad_id: int,
 ) -> Rollout:
-    """The rollout of all prompts, generated in as many parts as memory asks for.
+    """The rollout of all prompts, generated in as many parts as memory requires.
 
-    Engines seed each sample by its prompt, so the parts are those of the whole. Generation holds no collective, so
-    ranks may split differently.
+    Engines seed each sample by its prompt, so splitting changes no sample. Generation contains no collective operation,
+    so ranks may split differently.
 
     Args:
         generate: draws the responses to some prompts.
         prompts: all prompts, never empty.
-        policy: says how many prompts go together, and is told when they were too many; ``None``: errors pass.
+        policy: says how many prompts go together, and is called when memory runs out; ``None``: errors are raised.
         control: for the policy.
-        pad_id: fills what a part lacks beside the widest one.
+        pad_id: pads each part to the widest one.
 
     Raises:
-        OutOfMemory: a single prompt does not fit, or the policy does not give way.
+        OutOfMemory: a single prompt does not fit, or the policy does not lower the number of prompts.
     """
     if policy is None:
         return generate(prompts)

@@ -1,4 +1,4 @@
-"""One vLLM server, seen from the trainer: every request it is sent."""
+"""The trainer's client of one vLLM server, with all its requests."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ CONNECT_TIMEOUT = 5.0
 CONTROL_TIMEOUT = 60.0
 """Seconds for requests that need no generation and move no weights."""
 NO_LOGPROB = -9999.0
-"""What vLLM writes for a log-probability that is NaN or minus infinity."""
+"""vLLM's value for a log-probability that is NaN or minus infinity."""
 START = "start it by `lightning-rlhf serve`, or with the options that docs/rollouts.md lists"
 
 
 class ServerFailed(Exception):
-    """A server cannot be worked with at the moment; its work goes elsewhere."""
+    """A server cannot be used at the moment; its requests go to other servers."""
 
 
 class ServerMismatch(ServerFailed):
@@ -31,15 +31,15 @@ class ServerMismatch(ServerFailed):
 
 
 class Server:
-    """A vLLM server by its address.
+    """A client of the vLLM server at an address.
 
     Args:
         url: ``http://host:port``.
         request_timeout: seconds for the response to one prompt, and for one transfer of the weights.
-        token: shown with every request; servers on other machines have one.
+        token: sent with every request; required for servers on other machines.
 
     Raises:
-        ValueError: ``url`` is no such address, or is one of another machine and there is no token.
+        ValueError: ``url`` is not such an address, or names another machine and there is no token.
     """
 
     def __init__(self, url: str, *, request_timeout: float, token: str | None = None) -> None:
@@ -99,11 +99,11 @@ class Server:
             raise ServerMismatch(f"{error}; {START}") from error
 
     def holds(self, label: str) -> bool:
-        """Whether a transfer of the weights ``label`` has been completed there, by whichever process of the run.
+        """Whether the server completed a transfer of the weights ``label``, started by any process of the run.
 
         Raises:
             ServerFailed: it does not answer.
-            ServerMismatch: it refuses the question.
+            ServerMismatch: it refuses the request.
         """
         try:
             held = {answer.get("label") for answer in self._workers("rlhf_held", {}, CONTROL_TIMEOUT)}
@@ -114,7 +114,7 @@ class Server:
         return held == {label} and served == label
 
     def resume(self) -> None:
-        """Let it run again, where the process that paused it could not see to that.
+        """Let the server run again, if the process that paused it could not do so.
 
         Raises:
             ServerFailed: it does not answer.
@@ -127,7 +127,7 @@ class Server:
         Args:
             request: body of ``/inference/v1/generate``, with a ``request_id``.
             label: the weights that must have sampled every token.
-            version: what the weights are called in the rollout.
+            version: version of the weights, for the rollout.
 
         Raises:
             ServerFailed: no response, an aborted one, or one by other weights (the server was restarted).
@@ -153,13 +153,13 @@ class Server:
         return Generated(ids, logprobs, finish, version)
 
     def disconnect(self) -> None:
-        """Break off every request in progress; each raises :class:`ServerFailed` where it was made."""
+        """Abort every request in progress; each raises :class:`ServerFailed` in its thread."""
         with self._lock:
             for connection in self._open:
                 try:
                     connection.shutdown(socket.SHUT_RDWR)
                 except OSError:
-                    continue  # it broke by itself
+                    continue  # already broken
 
     def _workers(self, method: str, arguments: dict[str, str], timeout: float) -> list[dict[str, Any]]:
         """The answers of all workers to a method of the worker extension."""
@@ -189,7 +189,7 @@ class Server:
         return self._read(path, response.status, text)
 
     def _prepare(self, opened: socket.socket, timeout: float) -> None:
-        """After connecting, long silence is fine, but a host that vanished is noticed within half a minute."""
+        """Set the long timeout, and TCP keep-alive, which detects a vanished host within half a minute."""
         opened.settimeout(timeout)
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
@@ -214,7 +214,7 @@ class Server:
 
 
 def _number(logprob: Any) -> float:
-    """A log-probability as vLLM sends it; NaN where it stands for one that was not finite.
+    """A log-probability as vLLM sends it; NaN if it stands for one that was not finite.
 
     Raises:
         TypeError: it is no number.
@@ -229,7 +229,7 @@ class RequestRefused(Exception):
 
 
 def _message(text: str) -> str:
-    """The reason in an error that vLLM sends, or the beginning of whatever came."""
+    """The reason in vLLM's error answer, or the beginning of the answer."""
     try:
         return str(json.loads(text)["error"]["message"])
     except (ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""Work spread over several servers: by load, again where a server died, and to no server with old weights."""
+"""Spreads requests over several servers: by load, resent if a server dies, never to a server with old weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Action = Callable[[Server], None]
 
 
 class ServersGone(RuntimeError):
-    """No server was left and none returned in time, or one piece of work failed wherever it was sent."""
+    """No server was left and none returned in time, or one request failed at every try."""
 
 
 @dataclass(eq=False)
@@ -29,33 +29,33 @@ class Member:
 
     server: Server
     ready: bool = False
-    """Whether it may be given work: it holds the current weights."""
+    """Whether it may be sent requests: it holds the current weights."""
     error: ServerFailed | None = None
     """Why it is not ready."""
     lives: int = 0
-    """How often it was dropped; a request knows in which life it was sent."""
+    """How often it was dropped; a request remembers this number of the time when it was sent."""
     probe: Future[None] | None = None
 
 
 @dataclass(frozen=True)
 class Row:
-    """One response that is wanted."""
+    """One requested response."""
 
     index: int
     prompt: int
     """Rows of one prompt go to one server where possible: its prefix cache has the prompt already."""
     tokens: int
-    """Prompt and longest response: what the row may cost."""
+    """Prompt and longest response: the row's largest cost."""
 
 
 class ServerPool:
-    """Servers and what is known of them. Only one thread at a time may use it.
+    """The servers and their state. Only one thread at a time may use it.
 
     Args:
         servers: at least one.
         per_server: requests that a server is given at a time, by all processes together.
-        retries: how often to look for a server when there is none, and how often to send one row again.
-        retry_seconds: between two looks at a server that was dropped; doubled each time when there is none.
+        retries: how often to check for a server when none is ready, and how often to send one row again.
+        retry_seconds: between two checks of a dropped server; doubled each time while none is ready.
     """
 
     def __init__(self, servers: Sequence[Server], *, per_server: int, retries: int, retry_seconds: float) -> None:
@@ -65,9 +65,9 @@ class ServerPool:
         self._threads: ThreadPoolExecutor | None = None
 
     def share(self, rank: int, world: int) -> None:
-        """Be one of several processes that use these servers, before any of them is used.
+        """Share the servers among several processes; to be called before any is used.
 
-        Each gives a server its part of ``per_server``, and each begins with another server.
+        Each process sends a server its part of ``per_server``, and starts with a different server.
         """
         self.at_a_time = self.per_server // world + (rank < self.per_server % world)
         first = rank % len(self.members)
@@ -75,30 +75,30 @@ class ServerPool:
 
     @property
     def ready(self) -> list[Member]:
-        """The servers that may be given work."""
+        """The servers that may be sent requests."""
         return [member for member in self._order if member.ready]
 
     def status(self) -> list[tuple[dict[str, Any], ServerFailed | None]]:
-        """What is known of each server: what it says of itself, and why it is not ready."""
+        """Of each server: the facts it reports, and why it is not ready."""
         return [(m.server.facts, None if m.ready else m.error or ServerFailed("not asked yet")) for m in self.members]
 
     def adopt(self, status: Sequence[tuple[dict[str, Any], ServerFailed | None]]) -> None:
-        """Believe what another process has found out about the servers; none may have work."""
+        """Take over the :meth:`status` of another process; no server may have requests."""
         for member, (facts, error) in zip(self.members, status, strict=True):
             member.server.facts, member.ready, member.error = facts, error is None, error
 
     def bring_up(self, action: Action) -> None:
-        """Do what makes a server ready, for all at once; those where it fails are dropped."""
+        """Run ``action``, which makes a server ready, for all at once; servers where it fails are dropped."""
         self.finish_probes(wait=True)
         jobs = [(member, self.submit(action, member.server)) for member in self.members]
         for member, job in jobs:
             self._conclude(member, job)
 
     def require(self, action: Action) -> None:
-        """Return when a server is ready; while there is none, look for one with growing pauses.
+        """Return when a server is ready; until then check with growing pauses.
 
         Raises:
-            ServersGone: after ``retries`` looks; at once where a server can never be used as it was started.
+            ServersGone: after ``retries`` checks; at once if a server was started with unusable settings.
         """
         self.finish_probes(wait=True)
         for attempt in range(self.retries + 1):
@@ -119,7 +119,7 @@ class ServerPool:
         return "; ".join(f"{m.server.url}: {m.error or 'not asked yet'}" for m in self.members if not m.ready)
 
     def run(self, rows: Sequence[Row], draw: Callable[[Server, Row], Result], action: Action) -> list[Result]:
-        """The results of all rows, each counted once, in the order of the rows.
+        """The results of all rows, one each, in the order of the rows.
 
         Args:
             rows: numbered from 0.
@@ -140,7 +140,7 @@ class ServerPool:
             self._threads.shutdown(cancel_futures=True)
             self._threads = None
 
-    # --- what a run does with a server -------------------------------------------------------------------------------
+    # --- used by the pool and its runs -------------------------------------------------------------------------------
 
     def submit(self, job: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Run a job in a thread of the pool, of which there is one for each request and probe that may be running."""
@@ -150,14 +150,14 @@ class ServerPool:
         return self._threads.submit(job, *arguments)
 
     def drop(self, member: Member, error: ServerFailed) -> None:
-        """Give a server no more work; what it was doing is broken off."""
+        """Send a server no more requests and abort its running ones."""
         log.warning("rollout server %s is dropped: %s", member.server.url, error)
         member.ready, member.error = False, error
         member.lives += 1
         member.server.disconnect()
 
     def probe(self, action: Action, wake: Callable[[], None]) -> None:
-        """Look whether dropped servers are back, without waiting; ``wake`` is called when one look has ended."""
+        """Start to check whether dropped servers are back; ``wake`` is called when one check has ended."""
         self.finish_probes()
         for member in self.members:
             if not member.ready and member.probe is None:
@@ -165,14 +165,14 @@ class ServerPool:
                 member.probe.add_done_callback(lambda _: wake())
 
     def finish_probes(self, *, wait: bool = False) -> None:
-        """Take note of what probes have found out."""
+        """Apply the results of the probes that have ended."""
         for member in self.members:
             if member.probe is not None and (wait or member.probe.done()):
                 job, member.probe = member.probe, None
                 self._conclude(member, job)
 
     def _conclude(self, member: Member, job: Future[None]) -> None:
-        """Ready, or dropped with the reason; said once, not at every look."""
+        """Mark the server ready, or drop it with the reason; logged once, not at every check."""
         try:
             job.result()
         except ServerFailed as error:
@@ -186,7 +186,7 @@ class ServerPool:
 
 
 class _Run(Generic[Result]):
-    """One batch. All decisions are taken in the thread that called; the others only wait for servers."""
+    """One batch. All decisions are taken in the calling thread; the other threads only wait for servers."""
 
     def __init__(
         self, pool: ServerPool, rows: Sequence[Row], draw: Callable[[Server, Row], Result], action: Action
@@ -199,7 +199,7 @@ class _Run(Generic[Result]):
         self.home: dict[int, Member] = {}
         self.requests: Counter[Member] = Counter()
         self.tokens: Counter[Member] = Counter()
-        # A row, where it was sent, in which life of that server, and its outcome; or nothing: a probe has ended.
+        # Row, its server, ``lives`` of that server when the row was sent, and outcome; ``None``: a probe has ended.
         self.events: SimpleQueue[tuple[Row, Member, int, Future[Result]] | None] = SimpleQueue()
 
     def finish(self) -> list[Result]:
@@ -220,7 +220,7 @@ class _Run(Generic[Result]):
         return [self.results[index] for index in range(self.rows)]
 
     def _assign(self) -> None:
-        """Hand out rows: to the server that has the prompt already, else to the one with the fewest tokens to do."""
+        """Send rows to servers: to the one that has the prompt already, else to the one with the least pending."""
         while self.pending:
             free = [member for member in self.pool.ready if self.requests[member] < self.pool.at_a_time]
             if not free:
@@ -239,7 +239,7 @@ class _Run(Generic[Result]):
         job.add_done_callback(lambda done: self.events.put((row, member, life, done)))
 
     def _await_event(self, seconds: float) -> None:
-        """Wait for one row or probe, at most so long, and act on it."""
+        """Wait for one row or probe, at most ``seconds``, and handle it."""
         try:
             event = self.events.get(timeout=max(0.0, seconds))
         except Empty:

@@ -1,4 +1,4 @@
-"""Who may speak to a vLLM server, and where it may fetch weights: the token, and the door that asks for it.
+"""Access to a vLLM server: its token, the middleware that requires it, and where weights may be fetched from.
 
 vLLM's ``--api-key`` guards some prefixes of paths; the development end points, which call any method of the workers,
 are not among them. vLLM's option for this check, as the last middleware:
@@ -25,9 +25,9 @@ TOKEN_FILE = "LIGHTNING_RLHF_TOKEN_FILE"
 WEIGHTS_FROM = "LIGHTNING_RLHF_WEIGHTS_FROM"
 """Environment variable of a server: the only address it fetches weights from, ``host`` or ``host:port``."""
 SHORTEST = 16
-"""Characters of a token."""
+"""Fewest characters of a token."""
 OPEN_PATH = "/health"
-"""What load balancers ask; it says nothing and changes nothing."""
+"""The health check of load balancers; it reveals and changes nothing."""
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -36,7 +36,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class TokenError(ValueError):
-    """The token cannot be used; the message says where it was looked for and never what it is."""
+    """The token cannot be used; the message names its source, never the token."""
 
 
 def read_token(file: str | None = None, environment: Mapping[str, str] = os.environ) -> str | None:
@@ -47,7 +47,7 @@ def read_token(file: str | None = None, environment: Mapping[str, str] = os.envi
         environment: ``LIGHTNING_RLHF_TOKEN_FILE`` names the file, or ``LIGHTNING_RLHF_TOKEN`` holds the token.
 
     Returns:
-        The token; ``None`` where nobody has given one.
+        The token; ``None`` if none is given.
 
     Raises:
         TokenError: the file cannot be read, others can read it, or it holds no token; both variables are set.
@@ -85,12 +85,12 @@ def _checked(token: str, where: str) -> str:
 
 
 def bearer(token: str | None) -> dict[str, str]:
-    """The header of a request that shows the token."""
+    """The header of a request with the token."""
     return {} if token is None else {"Authorization": f"Bearer {token}"}
 
 
 def shows(header: bytes, token: str) -> bool:
-    """Whether a header shows the token; the time it takes says nothing about how much of it is right."""
+    """Whether a header holds the token, compared in constant time."""
     scheme, _, shown = header.partition(b" ")
     return compare_digest(shown.strip(), token.encode()) and scheme.lower() == b"bearer"
 
@@ -122,10 +122,10 @@ def agreed(address: str) -> tuple[str, int | None]:
 
 
 def agreed_source(source: str, environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Host and port of the address that weights are wanted from, if it is the one that this server was started with.
+    """Host and port of ``source``, if it is the address that this server was started with.
 
     Raises:
-        ValueError: it is another one, or no address.
+        ValueError: it is another address, or none.
     """
     own = environment.get(WEIGHTS_FROM) or "127.0.0.1"
     own_host, own_port = agreed(own)
@@ -148,7 +148,7 @@ class TokenCheck:
     can make send requests to 127.0.0.1.
 
     Args:
-        app: what lies behind the door.
+        app: the protected ASGI app.
 
     Raises:
         TokenError: a token is given and cannot be used. The server does not start then.
@@ -172,7 +172,7 @@ class TokenCheck:
                 return None
             return 401, "this server asks for its token: Authorization: Bearer ..."
         address, port = scope.get("server") or (None, 0)
-        if port is None:  # a socket in the file system, with its permissions
+        if port is None:  # a Unix socket, protected by file permissions
             return None
         hosts = [urlsplit(f"//{host.decode('latin-1')}").hostname for host in _headers(scope, b"host")]
         if not is_loopback(address) or not all(map(is_loopback, hosts)) or _headers(scope, b"origin"):

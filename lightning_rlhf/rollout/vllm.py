@@ -43,8 +43,8 @@ class VLLMEngine(BaseEngine):
     model was written exactly once, it fails and nothing can be generated until a transfer succeeds.
 
     A row's tokens are drawn from its own seed, as with :class:`HFEngine`, but by vLLM's generator, so the two engines
-    draw different samples. vLLM's rounding depends on what else is in the batch. Nothing of the checkpoint's generation
-    config about sampling is applied. Greedy responses come with their log-probability at temperature 1.
+    draw different samples. vLLM's rounding depends on the other rows of the batch. Sampling options of the checkpoint's
+    generation config are not applied. Greedy responses come with their log-probability at temperature 1.
 
     Args:
         dtype: of vLLM's weights and arithmetic: ``auto`` (the trainer's), ``float32``, ``bfloat16``, ``float16``.
@@ -71,7 +71,7 @@ class VLLMEngine(BaseEngine):
     """The trainer's model, where weights come from."""
     _binding: Binding | None
     _resolved: dict[str, Any]
-    """Arguments of ``vllm.LLM`` in force."""
+    """Arguments given to ``vllm.LLM``."""
     _half_sent: bool
     """A transfer began and did not succeed."""
     _asleep: bool
@@ -130,7 +130,7 @@ class VLLMEngine(BaseEngine):
         """Build vLLM for the model's architecture, and send the weights.
 
         A later call with the same model only sends the weights again. Random state, number of threads and
-        ``torch.set_num_threads``, which vLLM replaces on a CPU, are as before afterwards.
+        ``torch.set_num_threads``, which vLLM replaces on a CPU, are restored.
 
         Raises:
             ValueError: a setting does not fit the model or the machine.
@@ -189,7 +189,7 @@ class VLLMEngine(BaseEngine):
         inner = unwrapped(lm)
         config = copy.deepcopy(inner.config)
         config.architectures = [type(inner).__name__]
-        # The engine's core in this process, so that weights are handed over and not copied through a pipe.
+        # Runs the engine core in this process, so that weights are not copied through a pipe.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -208,7 +208,7 @@ class VLLMEngine(BaseEngine):
         self._try_out(type(inner).__name__)
 
     def _try_out(self, architecture: str) -> None:
-        """One token: what vLLM has no kernel for comes to light only when it runs."""
+        """Generate one token: a missing kernel shows only when vLLM runs."""
         llm, binding, _ = self._require_setup()
         prompt: list[Any] = [{"prompt_token_ids": [0]}]
         one = self._sampling_params(replace(self.sampling, max_new_tokens=1), 0, binding)
@@ -254,7 +254,8 @@ class VLLMEngine(BaseEngine):
 
         Raises:
             ValueError: no prompt, an empty prompt, or prompt and response exceed the model's positions.
-            RuntimeError: weights are half sent, or vLLM did not complete a response, or not with log-probabilities.
+            RuntimeError: the last weight transfer failed, or vLLM returned an incomplete response or no
+                log-probabilities.
         """
         llm, binding, _ = self._require_setup()
         if self._half_sent:
@@ -265,8 +266,8 @@ class VLLMEngine(BaseEngine):
         rows = prompts.repeat(samples)
         requests: list[Any] = [{"prompt_token_ids": ids} for ids in rows.ids]
         self._wake()
-        # PyTorch tells OpenMP its number of threads for the calling thread alone, at that thread's first operation;
-        # vLLM's attention on a CPU asks OpenMP before and refuses to run when the number changes.
+        # PyTorch sets OpenMP's number of threads for each calling thread, at its first operation; vLLM's attention on a
+        # CPU reads the number before and refuses to run if it changes.
         torch.set_num_threads(torch.get_num_threads())
         with quiet(), generators_kept(), torch.autocast(current().type, enabled=False):
             outputs = llm.generate(
@@ -297,9 +298,9 @@ class VLLMEngine(BaseEngine):
             repetition_penalty=1.0,
             max_tokens=sampling.max_new_tokens,
             min_tokens=0,
-            ignore_eos=True,  # the list below is the one that counts
+            ignore_eos=True,  # stop_token_ids below decides
             stop_token_ids=self.ends(binding),
-            logprobs=0,  # of the sampled token alone
+            logprobs=0,  # of the sampled token only
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
@@ -312,12 +313,12 @@ class VLLMEngine(BaseEngine):
         return min(limits, default=None)
 
     def describe(self) -> dict[str, Any]:
-        """Every setting in force, as plain values; ``ignored_generation_config`` is what the checkpoint wanted."""
+        """Every current setting, as plain values; ``ignored_generation_config`` lists the checkpoint's own."""
         _, binding, _ = self._require_setup()
         return self.described("vllm", binding, weight_bits=self.weight_bits, **self._resolved)
 
     def close(self) -> None:
-        """End vLLM and free what it holds; :meth:`setup` may be called again."""
+        """Shut vLLM down and free its memory; :meth:`setup` may be called again."""
         if self._llm is None:
             return
         self._llm.llm_engine.engine_core.shutdown()
@@ -356,6 +357,6 @@ class VLLMEngine(BaseEngine):
 def _generated(output: Any, version: int) -> Generated:
     """One completion of vLLM; ``logprobs`` holds a mapping from token to entry at each position."""
     ids = list(output.token_ids)
-    entries = output.logprobs or []  # as many as tokens, or the rollout is refused
+    entries = output.logprobs or []  # assemble_rollout checks the number
     logprobs = [entry[token].logprob for token, entry in zip(ids, entries, strict=False)]
     return Generated(ids, logprobs, output.finish_reason, version)

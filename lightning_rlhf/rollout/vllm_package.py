@@ -1,4 +1,4 @@
-"""The package vLLM: whether it is there, and what it need not say."""
+"""The package vLLM: whether it is installed, its platform, and log messages to silence."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any
 from lightning_rlhf.accelerators.device import current
 
 _NOISE = {
-    # The random state is kept.
+    # The random state is restored.
     "vllm.engine.arg_utils": ("The global random seed is set to",),
-    # What was asked for, or what a CPU always lacks.
+    # Requested settings, and features that a CPU always lacks.
     "vllm.config.vllm": ("Enforce eager set", "Inductor compilation was disabled", "Model Runner V2 requires Triton"),
     "vllm.platforms.cpu": ("Triton is not installed", "Reset SSM cache type"),
     # No tokenizer is loaded on purpose: token ids go in and come out.
     "vllm.renderers.base": ("Chat template warmup failed", "Using None for EOS token id"),
-    # A CPU has no use for it.
+    # Triton is of no use on a CPU.
     "vllm.triton_utils.importing": ("Triton is installed", "Triton not installed"),
-    # The function is put back as soon as the engine is built.
+    # ``torch.set_num_threads`` is restored as soon as the engine is built.
     "vllm.v1.worker.cpu_worker": ("CPU backend doesn't allow to use `torch.set_num_threads`",),
-    # Said of layers without weights; what was really written is counted by the receiver.
+    # Logged for layers without weights; the receiver counts the elements really written.
     "vllm.model_executor.model_loader.reload.layerwise": ("%s: Failed to load weights",),
-    # A float32 trainer feeding a bfloat16 engine is what was asked for; said of every parameter.
+    # A float32 trainer with a bfloat16 engine is intended; logged for every parameter.
     "vllm.model_executor.models.utils": ("Attempted to load weight %s with dtype",),
 }
-"""Log records that tell a user nothing, by logger and beginning."""
+"""Log records of no use to the user, by logger and first words."""
 
 
 def require_vllm() -> None:
@@ -44,7 +44,7 @@ NO_PLATFORM = (
     "vllm-ascend, in the release of the vLLM installed (docs/npu.md); or use rollout=hf or rollout=vllm_server"
 )
 ASCEND_DEFAULTS = {"rl_config": {"enabled": True}}
-"""vllm-ascend's settings for an engine whose weights are renewed: plain layout of weights, memory that goes back."""
+"""vllm-ascend's settings for an engine with weight updates: plain layout of weights, memory that can be released."""
 
 
 def platform() -> Any:
@@ -62,7 +62,7 @@ def platform() -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence, inside, what vLLM says that tells a user nothing."""
+    """Silence the log records above inside this context."""
     filters = [(logging.getLogger(name), _Unimportant(beginnings)) for name, beginnings in _NOISE.items()]
     for logger, unimportant in filters:
         logger.addFilter(unimportant)

@@ -34,24 +34,23 @@ LOWEST_TEMPERATURE = 0.01
 class VLLMServerEngine(BaseEngine):
     """Generation spread over vLLM servers, which fetch the trainer's weights after every update.
 
-    A row's tokens are a function of its prompt, the weights and its own seed: it does not matter which server draws it
-    (up to floating-point rounding, which depends on what else the server computes at that moment). Token ids travel,
-    never text. A server that dies or fails is dropped and what it had not finished is sent again elsewhere; it is
-    looked for, and given work again once it holds the current weights. Calls are serialised, so any thread may make
-    them.
+    A row's tokens are a function of its prompt, the weights and its own seed: which server draws it does not matter (up
+    to floating-point rounding, which depends on what else the server computes at that moment). Token ids travel, never
+    text. A server that dies or fails is dropped and its unfinished requests are sent to others; it is checked again and
+    again, and used once it holds the current weights. Calls are serialised, so any thread may make them.
 
-    With several training processes each draws its own prompts from all servers, at its own time. The first process
-    offers the weights and brings the servers to them; any may do that again for a server that returns.
+    With several training processes each generates for its own prompts on all servers, independently. Rank 0 offers the
+    weights and makes the servers load them; any rank may do the latter for a server that returns.
 
     Args:
         urls: addresses of the servers, ``http://host:port``.
         requests_per_server: responses that one server works on at a time, of all training processes together.
         request_timeout: seconds for one response and for one transfer of the weights.
-        retries: how often to look for a server when none is left, and how often to ask again for one response.
-        retry_seconds: between two looks at a server that was dropped; doubled each time when none is left.
+        retries: how often to check for a server when none is left, and how often to request one response again.
+        retry_seconds: between two checks of a dropped server; doubled each time while none is left.
         token_file: file with the token that the servers ask for, readable by its owner alone; ``None``: the
             environment gives it (:func:`~lightning_rlhf.rollout.token_check.read_token`), or the servers ask for none.
-        weights_host: address of the first process's machine that the servers can reach; weights are offered there.
+        weights_host: address of rank 0's machine that the servers can reach; weights are offered there.
         weights_port: port for it; 0 takes a free one.
         weights_part_mib: weights travel in parts of about this size.
         shared: settings of sampling, end tokens and ``lag``, see :class:`~lightning_rlhf.rollout.base.BaseEngine`.
@@ -98,7 +97,7 @@ class VLLMServerEngine(BaseEngine):
             "weights_part_mib": weights_part_mib,
             "authenticated": token is not None,
         }
-        # The servers' labels are of this run alone: another run counts its versions from 0, too.
+        # Labels of weights name the run, as another run counts its versions from 0, too.
         self._run, self._transfers, self._label = secrets.token_hex(4), 0, ""
         self._source = ("", "")  # of the weights: address and token
         self._longest = 0
@@ -130,17 +129,17 @@ class VLLMServerEngine(BaseEngine):
             announce(self._binding, self.sampling, ignore_eos=self.ignore_eos)
 
     def update_weights(self, version: int) -> None:
-        """Bring all servers to the trainer's weights, at once; one where it fails gets no work until it succeeds.
+        """Make all servers load the trainer's weights, in parallel; one that fails gets no requests until it succeeds.
 
-        All ranks give their part of weights that are sharded; the first one sends them.
+        All ranks take part in gathering sharded weights; rank 0 sends them.
 
         Raises:
-            Exception: what kept the first process from making a copy.
+            Exception: rank 0 could not copy the weights.
         """
         with self._lock:
             self._bound()
             assert self._lm is not None
-            together(partial(self._pool.finish_probes, wait=True))  # none may read the copy that is replaced
+            together(partial(self._pool.finish_probes, wait=True))  # no probe may read the copy that is replaced
             self.policy_version = version
             self._transfers += 1
             self._label = f"{self._run}-{self._transfers}"
@@ -185,7 +184,7 @@ class VLLMServerEngine(BaseEngine):
             return assemble_rollout(prompts, responses, seeds, pad_id=binding.pad_id)
 
     def describe(self) -> dict[str, Any]:
-        """Every setting in force, as plain values, and what each server says of itself."""
+        """Every current setting, as plain values, and the facts that each server reports."""
         binding = self._bound()
         facts = [member.server.facts for member in self._pool.members if member.server.facts]
         return self.described(
@@ -196,14 +195,14 @@ class VLLMServerEngine(BaseEngine):
             retry_seconds=self._pool.retry_seconds,
             **self._settings,
             weights_from=self._source[0],
-            # The coarsest there is, where servers differ.
+            # The lowest precision, if servers differ.
             dtype=next((f["dtype"] for f in facts if f["dtype"] != "float32"), "float32"),
             quantization=next((f["quantization"] for f in facts if f["quantization"] is not None), None),
             servers={member.server.url: dict(member.server.facts) for member in self._pool.members},
         )
 
     def close(self) -> None:
-        """Break off what is running and stop offering weights; the servers go on, and :meth:`setup` may come again."""
+        """Abort running requests and stop offering weights; servers keep running, :meth:`setup` may be called again."""
         self._pool.close()
         if self._store is not None:
             self._store.close()
@@ -212,7 +211,7 @@ class VLLMServerEngine(BaseEngine):
     # --- servers -----------------------------------------------------------------------------------------------------
 
     def _meet_servers(self) -> None:
-        """Verify them, each process for itself, as it may lie on another machine; the first one opens its store."""
+        """Verify the servers on every rank, as ranks may be on other machines; rank 0 opens its weight store."""
         self._pool.bring_up(self._verify)
         for member in self._pool.members:
             if isinstance(member.error, ServerMismatch):
@@ -222,7 +221,7 @@ class VLLMServerEngine(BaseEngine):
             self._store = self._open_store()
 
     def _verify(self, server: Server) -> None:
-        """Refuse a server whose numbers would not be those of this run."""
+        """Refuse a server with another model, other log-probabilities or too short sequences."""
         facts, vocabulary = server.describe(), self._bound().vocabulary
         if facts["vocabulary"] != vocabulary:
             raise ServerMismatch(
@@ -241,12 +240,12 @@ class VLLMServerEngine(BaseEngine):
             )
 
     def _send(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Offer the weights and bring all servers to them; on the other ranks, only take part in gathering them."""
+        """Offer the weights and make all servers load them; the other ranks only take part in gathering."""
         try:
             if self._store is not None:
                 self._store.publish(self._label, weights)
         finally:
-            for _ in weights:  # whatever became of the copy, the ranks gather each tensor together
+            for _ in weights:  # even if the copy failed, all ranks have to gather every tensor
                 continue
         if self._store is not None:
             self._pool.bring_up(self._bring_weights)
@@ -256,7 +255,7 @@ class VLLMServerEngine(BaseEngine):
         server.take_weights(*self._source, self._label)
 
     def _make_ready(self, server: Server) -> None:
-        """A server that was dropped: verified, and with the current weights, unless another rank was quicker."""
+        """Verify a dropped server and send it the current weights, unless another rank has done so."""
         self._verify(server)
         if server.holds(self._label):
             server.resume()
@@ -290,8 +289,8 @@ class VLLMServerEngine(BaseEngine):
             "top_k": 0 if sampling.greedy else sampling.top_k,
             "top_p": 1.0 if sampling.greedy else sampling.top_p,
             "max_tokens": sampling.max_new_tokens,
-            "logprobs": 0,  # the sampled token's alone
-            "ignore_eos": True,  # the server's own idea of end tokens; ours follow
+            "logprobs": 0,  # of the sampled token only
+            "ignore_eos": True,  # the server's own end tokens; ours follow
             "stop_token_ids": self.ends(binding),
             "detokenize": False,
         }

@@ -30,10 +30,10 @@ class WeightReceiver:
     model_runner: Any
     vllm_config: Any
     rlhf_label = ""
-    """The weights that were written, whole; empty before the first transfer and after one that failed."""
+    """Label of the weights written completely; empty before the first transfer and after one that failed."""
 
     def rlhf_describe(self) -> dict[str, Any]:
-        """What the trainer checks before it sends work."""
+        """The facts that the trainer checks before it sends requests."""
         model, parallel = self.vllm_config.model_config, self.vllm_config.parallel_config
         return {
             "model": str(model.model),
@@ -47,22 +47,22 @@ class WeightReceiver:
         }
 
     def rlhf_held(self) -> dict[str, str]:
-        """``{"label": the weights it holds}``."""
+        """``{"label": label of the weights that this worker holds}``."""
         return {"label": self.rlhf_label}
 
     def rlhf_receive(self, source: str, token: str, label: str) -> dict[str, Any]:
-        """Replace all weights by those that the trainer offers at ``source`` under ``label``.
+        """Replace all weights by the trainer's, offered at ``source`` under ``label``.
 
-        After an error the weights are a mixture; the trainer gives such a server no work until a transfer succeeds.
-        Weights that are there already are not written again: of two ranks that ask for the same at once, the second
-        cannot spoil what the first has begun to use.
+        After an error the weights are a mixture; the trainer sends such a server no requests until a transfer succeeds.
+        Weights that are held already are not written again: if two ranks ask for them at once, the second cannot
+        disturb generation for the first.
 
         Args:
             source: address of the trainer's :class:`~lightning_rlhf.rollout.weight_offer.WeightStore`, ``http://host:port``;
                 refused unless it is the one this server was started with, see
                 :func:`~lightning_rlhf.rollout.token_check.agreed_source`.
             token: its bearer token.
-            label: the weights that are wanted; others are refused.
+            label: label of the requested weights; others are refused.
 
         Returns:
             ``{"label": label, "parameters": number written}``, or ``{"error": why}``.
@@ -71,14 +71,14 @@ class WeightReceiver:
             return {"label": label, "parameters": 0}
         try:
             agreed_source(source)
-        except ValueError as error:  # nothing was touched
+        except ValueError as error:  # no weight was changed
             return {"error": str(error)}
         self.rlhf_label = ""
         try:
             weights = fetch(source, token, label)
             receipt = receive(self, weights)
             receipt.check()
-        except Exception as error:  # whatever a model's loader raises is the answer
+        except Exception as error:  # any error of a model's loader is the answer
             return {"error": f"{type(error).__name__}: {error}"}
         self.rlhf_label = label
         return {"label": label, "parameters": receipt.parameters}

@@ -18,11 +18,10 @@ from lightning_rlhf.rollout.token_check import shows
 
 
 class WeightStore:
-    """Holds the weights of one version and hands them to vLLM servers that show its token.
+    """Holds the weights of one version and sends them to vLLM servers that present its token.
 
-    It keeps a copy of its own, so that a server which returns in the middle of an update gets the version that the
-    others have. The copy lies in the main memory, in parts of about ``part_bytes``; a part is the most that sender and
-    receiver hold in addition.
+    It keeps its own copy, so that a server that returns during an update gets the same version as the others. The copy
+    lies in host memory, in parts of about ``part_bytes``; a part is the most that sender and receiver hold in addition.
 
     Args:
         host: address of this machine that the servers can reach; the store listens there.
@@ -31,7 +30,7 @@ class WeightStore:
 
     Raises:
         OSError: the address cannot be listened on.
-        ValueError: it stands for every address of this machine.
+        ValueError: ``host`` stands for every address of this machine.
     """
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0, part_bytes: int = 256 * 2**20) -> None:
@@ -48,7 +47,7 @@ class WeightStore:
         Thread(target=self._server.serve_forever, args=(0.1,), name="weight-store", daemon=True).start()
 
     def publish(self, label: str, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace what is offered by a copy of ``weights``. No transfer may be in progress."""
+        """Replace the offered weights by a copy of ``weights``. No transfer may be in progress."""
         self.label = ""
         self._parts = []  # before the new copy is made, so that there is one at a time
         self._parts = [safetensors.torch.save(part) for part in in_parts(weights, self.part_bytes)]
@@ -62,7 +61,7 @@ class WeightStore:
         return sum(len(part) for part in self._parts)
 
     def read(self, path: str) -> bytes | None:
-        """What lies at ``/manifest`` or ``/<label>/<part>``; nothing at any other path."""
+        """Content of ``/manifest`` or ``/<label>/<part>``; ``None`` for any other path."""
         if path == "/manifest" and self.label:
             return json.dumps({"label": self.label, "sha256": self._digests}).encode()
         label, _, index = path.removeprefix("/").partition("/")
@@ -119,4 +118,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(payload)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: one line per part would fill the terminal."""
+        """Log nothing: one line per part would fill the terminal."""

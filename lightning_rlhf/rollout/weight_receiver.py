@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _RELOADER = "online_process_loader"
-"""Name of the loaders that vLLM puts around a parameter's own while weights are reloaded."""
+"""Name of the loader that vLLM wraps around a parameter's own during a reload."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ def receive(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> Receipt:
 
     Raises:
         Exception: whatever a loader or ``weights`` raises. The model then holds a mixture, which only a complete
-            transfer can mend.
+            transfer repairs.
     """
     receipt = Receipt()
     model = worker.get_model()
@@ -69,7 +69,7 @@ def receive(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> Receipt:
 
 
 def _abandon(worker: Any, model: nn.Module) -> None:
-    """End a reload that broke off, or the next one would add to what has come of the layers that are incomplete."""
+    """End an aborted reload; otherwise the next one would add to its incomplete layers."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
@@ -78,7 +78,7 @@ def _abandon(worker: Any, model: nn.Module) -> None:
 
 
 def _refresh_tied(model: nn.Module) -> None:
-    """Bring layers up to date that use another layer's weight, as a tied head does.
+    """Update layers that use another layer's weight, such as a tied head.
 
     vLLM processes the layers that received weights. A tied head receives none, but on a CPU computes with a repacked
     copy, which would be that of the weights vLLM started with.
@@ -125,7 +125,7 @@ def _tallied(weights: Iterable[tuple[str, Tensor]], receipt: Receipt) -> Iterato
 
 
 def _counting_loader(name: str, parameter: Tensor, written: Counter[str]) -> Callable[..., Any]:
-    """The parameter's loader; before it runs, a rehearsal on a tensor without memory counts what it writes."""
+    """The parameter's loader; before it runs, a dry run on a meta tensor counts the elements that it writes."""
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
     loader = getattr(parameter, "weight_loader", default_weight_loader)

@@ -1,4 +1,4 @@
-"""The weights that travel from the trainer to an engine with a model of its own."""
+"""The weights that the trainer sends to an engine with its own model."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def named_weights(lm: nn.Module, *, bits: int | None = None) -> Iterator[tuple[s
     """Every weight of the model once, under its name in a Hugging Face checkpoint.
 
     Wrappers are stripped from the names, LoRA is merged out of place, a tied head is sent once (as the embedding), a
-    tensor sharded over ranks is gathered. One tensor is made at a time; those that needed no work are the live weights.
+    tensor sharded over ranks is gathered. Tensors are created one at a time; unchanged ones are the live weights.
 
     Args:
         lm: the trainer's model.
-        bits: what the receiver gets is rounded to this many bits, see :func:`round_weight`; ``None`` sends it as it is.
+        bits: the weights sent are rounded to this many bits, see :func:`round_weight`; ``None``: not rounded.
 
     Raises:
         ValueError: two tensors have one name.

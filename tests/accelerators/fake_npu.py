@@ -1,7 +1,7 @@
 """A fake ``torch.npu`` and a fake ``torch_npu``: only names that the real package has, only calls that it would take.
 
 Names and signatures come from ``npu_signatures.json``, read out of the real package (``extract_npu_signatures.py``).
-What stands behind them is plain PyTorch.
+They are implemented in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def fake_torch_npu_module(devices: int = 2) -> Checked:
-    """A fake ``torch.npu`` with some devices; ``current`` and ``seeds`` tell what was asked of it."""
+    """A fake ``torch.npu`` with some devices; ``current`` and ``seeds`` record the calls."""
     states = {index: torch.Generator().manual_seed(index).get_state() for index in range(devices)}
     memory = {"allocated_bytes.all.current": 1 << 20, "allocated_bytes.all.peak": 1 << 30}
 

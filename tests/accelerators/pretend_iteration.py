@@ -1,4 +1,4 @@
-"""One PPO iteration through the ordinary assembly, on the CPU and on the pretend NPU; tells how far apart they end.
+"""One PPO iteration through the ordinary assembly, on the CPU and on the pretend NPU; prints how far apart they end.
 
     python tests/accelerators/pretend_iteration.py <folder>
 
@@ -28,10 +28,10 @@ RUN = [
     *("model.policy.critic=separate", "model.lr.actor=4e-4", "model.lr.critic=1e-3", "rollout.max_new_tokens=5"),
     *("module.loss.value_coefficient=0.5", "module.loss.entropy_coefficient=0.02", "module.kl.coefficient=0.002"),
     *("module.advantage.gae_lambda=0.95", "module.reward_processing.normalise=none", "module.actor.clip_norm=1"),
-    "callbacks.checkpoint=null",  # what is behind a pretend tensor is not saved
+    "callbacks.checkpoint=null",  # the CPU tensor behind a pretend tensor is not saved
     "+reward.terms.even={weight: 1.0, reward: {_target_: tests.support.even_digits}}",
     "module.actor.warmup_iterations=0",
-    # Adam divides a gradient by its own size: otherwise the rounding of one that is nearly zero becomes a whole step.
+    # Adam divides a gradient by its own size: without this the rounding of a gradient near zero becomes a whole step.
     "module.optimizer.eps=1e-4",
 ]
 NPU = {

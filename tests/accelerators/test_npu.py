@@ -21,7 +21,7 @@ from tests.accelerators.fake_npu import Checked, GradScaler, fake_torch_npu_modu
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Checked]:
-    """Two fake NPUs; their devices bear the name that PyTorch has for a backend to come, so nothing can be computed."""
+    """Two fake NPUs; their devices have PyTorch's name for a private backend, so nothing can be computed."""
     module = fake_torch_npu_module(devices=2)
     monkeypatch.setattr(torch, "npu", module, raising=False)
     monkeypatch.setattr(npu, "_npu", lambda: module)
@@ -94,7 +94,7 @@ def test_fake_distributed_strategies_talk_over_hccl(fake: Checked) -> None:
     assert npu.NPUDDPStrategy(process_group_backend="gloo").process_group_backend == "gloo"
 
 
-def test_fake_ddp_wraps_the_model_without_another_kinds_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fake_ddp_wraps_the_model_without_a_cuda_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(npu, "DistributedDataParallel", lambda model, **options: seen.append((model, options)))
     two: list[Any] = [Device, Device]
@@ -195,7 +195,7 @@ def test_an_absent_npu_is_refused_by_the_trainer_as_well(compose: Callable) -> N
         make_trainer(config)
 
 
-def test_what_is_missing_follows_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_message_lists_what_this_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     module = fake_torch_npu_module(devices=0)
     monkeypatch.setattr(torch, "npu", module, raising=False)
     monkeypatch.setattr(npu, "_npu", lambda: module)

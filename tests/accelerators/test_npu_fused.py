@@ -123,7 +123,7 @@ def test_fake_operators_are_left_out_while_a_cache_is_decoded(fake: Checked) -> 
     assert fake.calls["npu_fusion_attention"] == 2, "the prompts in two layers, not the three tokens after"
 
 
-def test_what_only_looks_alike_is_left_as_it_is(fake: Checked) -> None:
+def test_similar_layers_with_another_formula_are_not_fused(fake: Checked) -> None:
     """Gemma 2: norms that multiply by 1 + weight, GELU in place of SiLU, and soft-capped scores."""
     lm = model("gemma2", attn_logit_softcapping=20.0)
     before = lm.config._attn_implementation

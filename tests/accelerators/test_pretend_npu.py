@@ -66,6 +66,6 @@ def test_pretend_npu_with_float16_scales_and_unscales(result: dict[str, Any]) ->
     assert 1e-7 < run["parameters"] <= 1e-4 and run["metrics"] <= 1e-2
 
 
-def test_pretend_npu_is_asked_what_the_kit_promises(result: dict[str, Any]) -> None:
+def test_pretend_npu_gets_the_expected_calls(result: dict[str, Any]) -> None:
     for name in ("set_device", "manual_seed_all", "empty_cache", "max_memory_allocated", "reset_peak_memory_stats"):
         assert result["calls"][name] > 0, name

@@ -1,4 +1,4 @@
-"""What each rank runs for ``test_fsdp2.py``."""
+"""The work of each rank for ``test_fsdp2.py``."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Gradients(RLHFCallback):
 
 @contextlib.contextmanager
 def same_noise_everywhere() -> Iterator[None]:
-    """Noise that depends on the hidden unit alone, so that it is the same in whatever micro-batch a row is."""
+    """Noise that depends on the hidden unit alone, so that it does not depend on a row's micro-batch."""
     drawn = perturbation.draw_noise
     perturbation.draw_noise = lambda shape, seed, device: torch.linspace(-1, 1, shape[-1]).expand(shape).clone()
     try:
@@ -88,7 +88,7 @@ def same_noise_everywhere() -> Iterator[None]:
 
 
 def varied_module(settings: dict[str, Any], **more: Any) -> PPOModule:
-    """A module whose value head and standard deviations are not all alike; the same in every process."""
+    """A module whose value head and standard deviations are not constant; the same in every process."""
     tied = {"tie_embeddings": True} if settings.get("tie_embeddings") else {}
     # A step so small that all minibatches see the same weights.
     rates = {"actor": {"lr": 1e-30}, "critic": {"lr": 1e-30}}
@@ -199,7 +199,7 @@ def numbers(rank: int, experience: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 class Look(Callback):
-    """Writes what a run begins with: every weight and the optimiser's state, whole."""
+    """Writes the state at the start of a run: all weights and the optimiser's state, gathered."""
 
     def __init__(self, path: str) -> None:
         self.path = path

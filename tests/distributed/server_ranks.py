@@ -1,4 +1,4 @@
-"""What the ranks of test_vllm_servers.py do: small trainings on servers that live in the test's process."""
+"""The work of each rank for test_vllm_servers.py: small trainings on servers in the test's process."""
 
 from __future__ import annotations
 
@@ -122,13 +122,13 @@ def draw_once(rank: int, urls: list[str], settings: dict[str, Any]) -> list[int]
     engine = engine_on(urls, small_model(), **settings)
     engine.update_weights(1)
     rollout = engine.generate(prompts_of(rank), samples=2, max_new_tokens=MAX_NEW_TOKENS, seed=5)
-    torch.distributed.barrier()  # the store is the first rank's
+    torch.distributed.barrier()  # rank 0 has the store
     engine.close()
     return rollout.seed.tolist()
 
 
 def send_sharded(rank: int, urls: list[str], broken: bool) -> Any:
-    """Sends weights that are sharded over the ranks; the first rank's copy fails behind its first tensor if broken."""
+    """Sends weights that are sharded over the ranks; if ``broken``, rank 0's copy fails after its first tensor."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

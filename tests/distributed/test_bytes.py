@@ -1,4 +1,4 @@
-"""What travels between the processes of a DDP run in one iteration, counted; docs/distributed.md goes on from there."""
+"""Bytes sent between the processes of a DDP run in one iteration; docs/distributed.md uses these numbers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.ranks import run_ranks
 from tests.support import fit, prompts, tiny_module
 
 SLOT_BYTES = 40
-"""Of one token's place in a row, padding included, all fields together: the limit."""
+"""Limit of the bytes per token column, padding included, all fields together."""
 STATISTICS_BYTES = 2048
-"""Of everything that is reduced in an iteration of four minibatches: the limit."""
+"""Limit of the bytes of all reductions in an iteration of four minibatches."""
 
 
 class Traffic(RLHFCallback):
-    """Bytes that this rank hands over, by kind, from the second iteration's begin to its end."""
+    """Bytes that this rank sends, by kind, in the second iteration."""
 
     def __init__(self) -> None:
         self.sent: dict[str, int] = dict.fromkeys(("gradients", "rows", "statistics", "objects"), 0)

@@ -195,7 +195,7 @@ class Death(RLHFCallback):
 
 
 def train_until_death(rank: int, folder: str) -> str:
-    """What the surviving rank is told."""
+    """The error of the surviving rank."""
     try:
         train_composed(rank, folder, die=5)
     except RuntimeError as error:
@@ -240,7 +240,7 @@ def test_a_rank_dies_and_the_run_continues_bit_for_bit_or_on_other_numbers_of_ra
     for world, folder in copies.items():
         [first, *_] = run_ranks(train_composed, str(folder), folder=folder, world_size=world, timeout=600)
         assert [row["clock/iteration"] for row in first["curve"]] == [5, 6]
-        # The noise of ALP is another one on other ranks; the prompts, the samples before the update are the same.
+        # ALP's noise differs with the number of ranks; the prompts and the samples before the update are the same.
         assert first["curve"][0]["reward/mean"] == pytest.approx(expected[0]["curve"][4]["reward/mean"], rel=1e-6)
         assert first["curve"][0]["kl/ref"] == pytest.approx(expected[0]["curve"][4]["kl/ref"], rel=1e-3)
 

@@ -42,7 +42,7 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def gradients(scored: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What one process and each of two ranks found."""
+    """The results of one process and of each of two ranks."""
     alone = {name: gradients_of(name, scored[name]) for name in GRADIENTS}
     return [alone, *run_ranks(numbers, scored, folder=tmp_path_factory.mktemp("gradients"), process_group=False)]
 
@@ -86,7 +86,7 @@ def test_out_of_memory_on_one_rank_names_the_key_and_ends_the_others(scored: dic
         r"lower module.update.micro_batch_tokens = 40",
         (tmp_path / "rank_1.log").read_text(),
     )
-    # Closed or reset: how far the other one had got with ending when this one asked.
+    # The connection is closed or reset, depending on how far the other rank had ended.
     assert re.search(r"Connection (closed|reset) by peer", (tmp_path / "rank_0.log").read_text())
 
 
@@ -185,7 +185,7 @@ def test_a_resumed_run_is_the_whole_run_in_folders_and_in_files(runs: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["whole", "resumed"])
-def test_one_process_without_fsdp_goes_on(
+def test_one_process_without_fsdp_resumes(
     runs: Path, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -196,7 +196,7 @@ def test_one_process_without_fsdp_goes_on(
 
 
 @pytest.mark.slow
-def test_ddp_goes_on_and_back(runs: Path) -> None:
+def test_ddp_resumes_and_fsdp2_resumes_from_ddp(runs: Path) -> None:
     behind = {"ddp": "whole/checkpoints/iteration_000002.ckpt", "back": "ddp/checkpoints/iteration_000003.ckpt"}
     for kind, path in behind.items():
         assert_same(states(read_checkpoint(runs / path)), states(torch.load(runs / f"{kind}.pt")))
@@ -204,7 +204,7 @@ def test_ddp_goes_on_and_back(runs: Path) -> None:
 
 
 @pytest.mark.slow
-def test_four_ranks_go_on(runs: Path, tmp_path: Path) -> None:
+def test_four_ranks_resume(runs: Path, tmp_path: Path) -> None:
     paths = {kind: runs / kind / "checkpoints" / "iteration_000002.ckpt" for kind in ("whole", "resumed")}
     overrides = [
         sharded_run(f"four_{kind}", f"resume={path}", *looking(kind), devices=4) for kind, path in paths.items()

@@ -1,4 +1,4 @@
-"""Starting several processes: what is asked for, who starts them, and real runs by the command and by torchrun."""
+"""Starting several processes: numbers of devices, launchers, and real runs by the command and by torchrun."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def mlflow_run(run_folder: Path) -> Any:
 
 @pytest.mark.slow
 def test_two_processes_one_folder_a_death_and_torchrun_goes_on(folder: Path) -> None:
-    """The command starts two processes, one is killed in the second iteration; torchrun resumes in a third way."""
+    """The command starts two processes, one is killed in the second iteration; torchrun resumes the run."""
     cut = run(
         str(BIN / "lightning-rlhf"),
         "train",

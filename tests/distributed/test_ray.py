@@ -1,4 +1,4 @@
-"""Workers of Ray Train: what is asked of Ray, and a real run (two workers on a CPU) that loses one and goes on."""
+"""Workers of Ray Train: the requests to Ray, and a real run (two workers on a CPU) that loses one and resumes."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_checkpoint_of_such_a_run_is_evaluated_in_one_process(compose):
 # --- failures --------------------------------------------------------------------------------------------------------
 
 
-def test_failures_are_told_with_what_follows(capsys):
+def test_failures_are_printed_with_the_next_step(capsys):
     watch = Watch(max_failures=1)
     lost = ray.exceptions.RayActorError()
     watch.after_exception(None, {1: lost, 0: RuntimeError("Connection closed")})
@@ -253,7 +253,7 @@ def test_a_worker_is_killed_and_the_run_ends_as_if_nothing_had_happened(started_
 
 
 @pytest.mark.slow
-def test_ray_does_not_try_again_what_cannot_work(started_ray, tmp_path):
+def test_ray_does_not_restart_an_invalid_configuration(started_ray, tmp_path):
     starts = tmp_path / "starts"
 
     def refuse() -> None:

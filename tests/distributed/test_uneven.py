@@ -1,4 +1,4 @@
-"""Two ranks of which one has what the other has not: batches, prompts, fields, errors. No one waits in vain."""
+"""Two ranks of which only one has certain batches, prompts, fields or errors. No rank waits in vain."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_an_error_of_one_rank_in_an_evaluation_is_raised_on_all(tmp_path: Path, 
     assert said[0] == said[1] and "ZeroDivisionError: no reward for 2+2=, for row 0 of the batch" in said[0]
 
 
-def test_an_override_on_one_rank_means_none_on_the_other(tmp_path: Path) -> None:
+def test_an_override_on_one_rank_alone_is_no_override_on_the_other(tmp_path: Path) -> None:
     first, second = run_ranks(training, "override", folder=tmp_path, process_group=False, timeout=LIMIT)
     assert first == second and 0 < first < 0.1
 
@@ -47,7 +47,7 @@ def test_an_override_on_one_rank_means_none_on_the_other(tmp_path: Path) -> None
         ("reward", "RewardError: reward term .*: ZeroDivisionError: no reward on rank 1, for row 0"),
     ],
 )
-def test_what_ranks_cannot_agree_on_is_said_by_all(tmp_path: Path, kind: str, message: str) -> None:
+def test_different_fields_are_the_same_error_on_all_ranks(tmp_path: Path, kind: str, message: str) -> None:
     import re
 
     said = run_ranks(training, kind, folder=tmp_path, process_group=False, timeout=LIMIT)

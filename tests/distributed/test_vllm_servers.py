@@ -20,7 +20,7 @@ from tests.support import VOCABULARY
 
 
 class ScoringFake(FakeVLLMServer):
-    """Its tokens follow from the seed as ever, their log-probabilities from the weights it was sent."""
+    """Its tokens follow from the seed, their log-probabilities from the weights it was sent."""
 
     def __init__(self, **options: Any) -> None:
         loaded = build_tiny(VOCABULARY, hidden_size=32, layers=2, heads=2, max_positions=64, seed=9)
@@ -58,7 +58,7 @@ def start() -> Iterator[Callable[..., FakeVLLMServer]]:
 
 
 def asked(servers: list[FakeVLLMServer]) -> Counter[int]:
-    """How often each row was asked for, by its seed."""
+    """How often each row was requested, by its seed."""
     return Counter(request["sampling_params"]["seed"] for server in servers for request in server.requests)
 
 
@@ -131,7 +131,7 @@ def test_a_server_dies_and_returns_while_two_ranks_train_fake_server(start, tmp_
 @pytest.mark.parametrize("lag", [0, 1])
 def test_all_servers_gone_is_the_same_error_on_both_ranks_fake_server(start, tmp_path: Path, lag: int) -> None:
     def die(server: FakeVLLMServer, body: dict[str, Any]) -> None:
-        # The last row of the second iteration: one rank waits for it, the other has all of its own.
+        # The last row of the second iteration: one rank waits for it, the other has all its rows.
         if len(server.requests) == 2 * 8 * 2:
             slow(0.5)(server, body)
             server.kill()
@@ -205,7 +205,7 @@ def test_sharded_weights_are_gathered_by_all_ranks_and_sent_once_fake_server(
 
 
 class Stubborn(Exception):
-    """Cannot be built again from what pickle keeps of it."""
+    """An error that cannot be unpickled."""
 
     def __init__(self, left: int, right: int) -> None:
         super().__init__(f"{left} is not {right}")

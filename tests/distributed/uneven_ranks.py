@@ -1,4 +1,4 @@
-"""What the ranks of test_uneven.py do: each has something that the other has not."""
+"""The work of each rank for test_uneven.py: each has something that the other has not."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def evaluations(rank: int, strategy: str, counts: list[tuple[int, int]]) -> list
 
 
 def failing_on_two_digits(batch: RewardBatch) -> list[float]:
-    """A reward that breaks at one prompt, which is the first rank's."""
+    """A reward that fails at one prompt, which rank 0 has."""
     if "2+2=" in batch.prompts:
         raise ZeroDivisionError("no reward for 2+2=")
     return even_digits(batch)
@@ -86,7 +86,7 @@ def failing_evaluation(rank: int, strategy: str) -> str:
 
 
 class OnOneRank(RLHFCallback):
-    """Sets fields of the experience on the second rank alone."""
+    """Sets fields of the experience on rank 1 alone."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind

@@ -192,7 +192,7 @@ def test_a_group_of_one_and_equal_scores_have_no_advantage(estimate: Any) -> Non
 
 @pytest.mark.parametrize("junk", [5.0, math.nan, math.inf])
 @pytest.mark.parametrize(("estimate", "expected"), [(grpo_advantages, 2**-0.5), (rloo_advantages, 2.0)])
-def test_rejected_rows_are_no_part_of_their_group(estimate: Any, expected: float, junk: float) -> None:
+def test_rejected_rows_do_not_count_in_their_group(estimate: Any, expected: float, junk: float) -> None:
     """Scores 1 and 3 stay: the rejected third neither moves the mean nor counts, and gets 0 itself."""
     mask = torch.tensor([[1, 1], [0, 0], [1, 0]])
     advantages = estimate(torch.tensor([1.0, junk, 3.0]), torch.tensor([0, 0, 0]), mask)

@@ -111,8 +111,8 @@ def test_float32_equals_float64_whatever_padding_holds_and_however_tensors_lie(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_half_precision_is_worked_out_in_more_or_refused(name: str, dtype: torch.dtype) -> None:
-    """What is supported in float16 and bfloat16 equals float64 up to the rounding of its result; the rest says so."""
+def test_half_precision_is_computed_in_higher_precision_or_refused(name: str, dtype: torch.dtype) -> None:
+    """What is supported in float16 and bfloat16 equals float64 up to rounding of the result; the rest is an error."""
     generator = torch.Generator().manual_seed(0)
     x, y, z = (0.5 * torch.randn(3, 4, 6, generator=generator)).to(dtype)
     mask = torch.rand(4, 6, generator=generator) < 0.7
@@ -132,7 +132,7 @@ def test_half_precision_is_worked_out_in_more_or_refused(name: str, dtype: torch
 @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_a_token_without_probability_bounds_the_ratio(level: Any, advantage: float) -> None:
-    """At sequence level it was NaN: -inf minus -inf, in the gradient's carrier."""
+    """At sequence level it was NaN: -inf minus -inf, in ``own - own.detach()``."""
     logprobs = torch.tensor([[-1.0, -math.inf, -2.0], [-1.0, -1.0, -1.0]], requires_grad=True)
     old = torch.tensor([[-1.0, -1.0, -1.0], [-1.0, -1.0, -1.0]])
     advantages, mask = torch.full((2, 3), advantage), torch.ones(2, 3)
@@ -233,8 +233,8 @@ def test_a_small_spread_that_float32_can_hold_is_kept() -> None:
 # --- denominators ------------------------------------------------------------------------------------------------
 
 
-def test_a_denominator_is_taken_as_it_is() -> None:
-    """A share of a token was silently one whole token: 3 in place of 6."""
+def test_a_fractional_denominator_is_used_unchanged() -> None:
+    """A fraction of a token was silently one whole token: 3 in place of 6."""
     loss, mask = torch.tensor([[1.0, 2.0]]), torch.ones(1, 2)
     assert aggregate(loss, mask, LossScale(tokens=0.5)).item() == 6.0
     assert aggregate(loss, mask, LossScale(tokens=torch.tensor(0.5))).item() == 6.0
@@ -247,7 +247,7 @@ def test_a_denominator_is_taken_as_it_is() -> None:
     ("mode", "name"),
     [("token-mean", "tokens"), ("seq-mean-token-mean", "sequences"), ("seq-mean-token-sum-norm", "horizon")],
 )
-def test_what_is_no_denominator_is_refused(mode: Any, name: str, count: Any) -> None:
+def test_invalid_denominators_are_refused(mode: Any, name: str, count: Any) -> None:
     said = rf"denominator {name} = .* is not allowed: a finite number > 0"
     with pytest.raises(ValueError, match=said):
         aggregate(torch.ones(1, 2), torch.ones(1, 2), LossScale(mode, **{name: count}))

@@ -194,7 +194,7 @@ def test_controller_arithmetic(kl: float, expected: float) -> None:
         ({"steps": -1.0}, "steps = -1.0"),
     ],
 )
-def test_controller_refuses_what_it_would_divide_by(setting: dict[str, float], message: str) -> None:
+def test_controller_refuses_invalid_target_horizon_and_steps(setting: dict[str, float], message: str) -> None:
     """Target and horizon that are not above 0 or not finite, and a negative number of steps."""
     with pytest.raises(ValueError, match=message):
         proportional_kl_update(0.1, 6.0, **{"target": 6.0, "horizon": 100.0, "steps": 8.0, **setting})

@@ -34,7 +34,7 @@ def straightforward(
     temperature: float = 1.0,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What is computed, written down plainly, in the dtype of the inputs."""
+    """The same computation, written plainly, in the dtype of the inputs."""
     logits = torch.nn.functional.linear(hidden, weight, bias)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
@@ -311,7 +311,7 @@ def test_tied_embedding_collects_both_gradients() -> None:
     torch.testing.assert_close(tied(score), tied(straightforward))
 
 
-def test_an_entropy_nobody_uses_and_a_logprob_nobody_uses(tile: int) -> None:
+def test_gradients_of_an_unused_entropy_and_of_unused_logprobs(tile: int) -> None:
     inputs = problem()
     for position in (0, 1):
         actual = score(**inputs, entropy="gradient")[position]

@@ -207,7 +207,9 @@ def test_the_horizon_replaces_the_padded_width() -> None:
 @pytest.mark.parametrize("as_tensor", [False, True])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("mode", MODES)
-def test_gradient_does_not_depend_on_the_cut(mode: Aggregation, level: Any, as_tensor: bool) -> None:
+def test_gradient_does_not_depend_on_the_split_into_micro_batches(
+    mode: Aggregation, level: Any, as_tensor: bool
+) -> None:
     """1, 2 and 4 micro-batches of unequal rows, each without its padding columns."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor([7, 1, 4, 0, 2, 7, 3, 5])

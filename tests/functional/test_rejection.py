@@ -41,7 +41,7 @@ def kept(rule: str, bound: Any, ratios: list[float], lower: float | None = None)
         ("seq_mean_k1", 4.0 ** (1 / 3) + 1e-9, 4.0 ** (1 / 3) - 1e-9),
     ],
 )
-def test_where_each_rule_draws_the_line(rule: str, accepting: float, rejecting: float) -> None:
+def test_bound_of_each_rule(rule: str, accepting: float, rejecting: float) -> None:
     """Ratios 2, 2, 1: tokens of ratio 2, product 4, geometric mean 4^(1/3)."""
     whole = RULES[rule][0] != "token"
     assert kept(rule, accepting, [2, 2, 1]) == [True, True, True]
@@ -55,7 +55,7 @@ def test_a_row_of_one_token_is_its_own_sum_mean_and_maximum(rule: str) -> None:
 
 
 def test_all_rules_are_in_the_table_above() -> None:
-    [mark] = test_where_each_rule_draws_the_line.pytestmark  # type: ignore[attr-defined]
+    [mark] = test_bound_of_each_rule.pytestmark  # type: ignore[attr-defined]
     assert {row[0] for row in mark.args[1]} == set(RULES)
 
 
@@ -82,12 +82,12 @@ def test_a_scaled_band_is_wider_in_log_space() -> None:
     assert Rule("seq_max_k3", 0.5).scaled(3.0) == Rule("seq_max_k3", 1.5)
 
 
-def test_what_a_rule_is_taken_over() -> None:
+def test_which_rules_reject_whole_rows() -> None:
     rows = {name for name in RULES if Rule(name, 2.0).per_row}
     assert rows == set(RULES) - {"token", "token_k1", "token_k2", "token_k3"}
 
 
-def test_log_ratios_beyond_the_clamp_are_as_far_off_as_those_at_it() -> None:
+def test_log_ratios_beyond_the_clamp_count_as_the_clamp() -> None:
     """A bound of e^20 or more lets every ratio pass, and a divergence is that of a log-ratio of 20."""
     far = math.exp(20.0) * (1 + 1e-9)
     gap = torch.tensor([[100.0, -100.0, 0.0]], dtype=torch.float64)
@@ -101,7 +101,7 @@ def test_log_ratios_beyond_the_clamp_are_as_far_off_as_those_at_it() -> None:
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))
-def test_rows_without_a_column_are_taken(rule: str) -> None:
+def test_rows_without_columns_are_accepted(rule: str) -> None:
     none = torch.zeros(3, 0)
     found = correct(none, none, none.bool(), Plan(rules=parse_rules(rule, 2.0)))
     assert found.keep.shape == (3, 0)
@@ -130,7 +130,7 @@ def test_rows_without_a_column_are_taken(rule: str) -> None:
         ("token,geometric", "2.0,1.1,3.0", None, "rollout_rs_threshold", "one for each"),
     ],
 )
-def test_what_is_refused(names: Any, threshold: Any, lower: Any, part: str, said: str) -> None:
+def test_invalid_rules_are_refused(names: Any, threshold: Any, lower: Any, part: str, said: str) -> None:
     with pytest.raises(SettingError, match=said) as caught:
         parse_rules(names, threshold, lower)
     assert caught.value.key == part

@@ -233,7 +233,7 @@ def test_deviation_of_sums(unbiased: bool, expected: float) -> None:
     assert deviation_of_sums(10.0, 30.0, 4.0) == deviation_of_sums(10.0, 30.0, 4.0, unbiased=True)
 
 
-def test_what_float64_left_over_is_no_deviation() -> None:
+def test_float64_rounding_is_no_deviation() -> None:
     """A share of 8 units in the last place of the squares is rounding, a bit more is a spread."""
     eps = torch.finfo(torch.float64).eps
     assert 8 * eps == SUM_ROUNDING

@@ -1,4 +1,4 @@
-"""The registry of metrics: every name can be stored, means something definite, and the printed pages are current."""
+"""The registry of metrics: every name can be stored, has a complete entry, and the printed pages are current."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_families_take_one_part_of_any_spelling() -> None:
             check([name])
 
 
-def test_the_metric_that_spells_out_most_is_found() -> None:
+def test_the_most_specific_metric_is_found() -> None:
     for metric in METRICS:
         assert find(example(metric.name)) is metric
     assert find("kl/nothing") is None
@@ -129,7 +129,7 @@ def test_a_users_metric_is_registered_once(own_registry: None) -> None:
         (Metric("KL/ref", "1", "down", "steps", "Another KL."), "'KL/ref' is taken by kl/ref"),
     ],
 )
-def test_what_cannot_be_registered(own_registry: None, metric: Metric, said: str) -> None:
+def test_invalid_metrics_cannot_be_registered(own_registry: None, metric: Metric, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         register(metric)
 
@@ -169,7 +169,7 @@ def test_the_code_logs_registered_names_only() -> None:
 
 
 def test_every_registered_metric_is_logged_somewhere() -> None:
-    """A documented metric that nothing logs would be waited for in vain."""
+    """A user would wait in vain for a documented metric that is never logged."""
     written = written_names()
     assert [metric.name for metric in METRICS if not any(stands_for(name, metric) for name in written)] == []
 

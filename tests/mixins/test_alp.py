@@ -139,7 +139,7 @@ def test_a_tolerance_for_the_first_ratio() -> None:
 
 @pytest.mark.parametrize("ratio_level", ["token", "sequence"])
 @pytest.mark.parametrize(("ratio", "denominator"), [("unified", "rollout_logprobs"), ("decoupled", "old_logprobs")])
-def test_what_stands_below_the_line(scored: Any, ratio: str, denominator: str, ratio_level: str) -> None:
+def test_the_denominator_of_the_ratio(scored: Any, ratio: str, denominator: str, ratio_level: str) -> None:
     module = alp_module({"ratio": ratio}, loss={"ratio_level": ratio_level})
     batch = minibatch(scored)
     logprobs = scored.old_logprobs + 0.1
@@ -291,7 +291,7 @@ def test_checkpoints_hold_sigma_and_its_difference_between_ranks(tmp_path: Path)
 
 
 def test_a_difference_between_ranks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mock in place of a second rank whose sigma of layer 1 is larger by 0.25."""
+    """A mock stands for a second rank, whose sigma of layer 1 is larger by 0.25."""
     module = alp_module(FREE)
     other = module.perturbation.log_sigma.detach().double() + torch.tensor([0.0, 0.25])
     calls = iter([other, -other])
@@ -398,7 +398,7 @@ def test_bf16_mixed_keeps_the_noise() -> None:
 # --- export ------------------------------------------------------------------------------------------------------
 
 
-def test_export_writes_what_is_left_of_sigma_beside_the_plain_weights(compose, tiny_run: list[str], tmp_path: Path):
+def test_export_writes_sigma_for_inference_beside_the_plain_weights(compose, tiny_run: list[str], tmp_path: Path):
     from transformers import AutoModelForCausalLM
 
     from lightning_rlhf.export import export_checkpoint

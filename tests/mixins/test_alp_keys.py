@@ -33,7 +33,7 @@ RUN: dict[str, Change | str] = {
 }
 
 SEEN_OTHERWISE = {
-    "layers",  # models/test_perturbation.py: names the layers where they are not found
+    "layers",  # models/test_perturbation.py: names layers that are not found
     "router",  # test_alp.py: its three keys, on a mixture of experts
 }
 

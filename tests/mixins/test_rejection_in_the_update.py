@@ -1,4 +1,4 @@
-"""Bypass mode, where rejection follows the policy as it moves: what is rejected is in no loss and no metric."""
+"""Bypass mode, where rejection depends on the current policy: rejected tokens are in no loss and no metric."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Notes(RLHFCallback):
 
 @pytest.mark.parametrize("loss_type", ["ppo_clip", "reinforce"])
 def test_without_an_accepted_token_no_step_is_taken(loss_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Momentum, weight decay, entropy, KL, values and a term of one's own moved weights by up to 0.029."""
+    """Momentum, weight decay, entropy, KL, values and a custom term once moved weights by up to 0.029."""
     monkeypatch.setattr(names, "METRICS", list(names.METRICS))
     register(Metric("extra/pull", "1", "neither", "steps", "A term of this test."))
     block = TOKEN | {"loss_type": loss_type} | ({"rollout_is": "token"} if loss_type == "reinforce" else {})
@@ -155,8 +155,8 @@ def test_steps_end_where_the_policy_has_left_the_band() -> None:
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_rejected_tokens_pull_at_nothing(mode: Any, level: str) -> None:
-    """Values, entropy and KL of a minibatch are those of its accepted tokens: the others left a norm of 0.017."""
+def test_rejected_tokens_contribute_to_no_loss(mode: Any, level: str) -> None:
+    """Values, entropy and KL of a minibatch are those of its accepted tokens: rejected ones left a norm of 0.017."""
     loss = {"entropy_coefficient": 0.1, "aggregation": mode, "ratio_level": level}
     recorder = Recorder()
     module = off(iterations=1, after=0, share=2, loss=loss)
@@ -188,7 +188,7 @@ def gradients(module: Any, minibatch: MiniBatch) -> tuple[dict[str, torch.Tensor
 
 @pytest.mark.parametrize("gap", [-3.0, 6.0])
 def test_a_rejected_token_is_not_in_the_ratio_of_its_sequence(gap: float) -> None:
-    """10 tokens, one off by -3 or +6: the mean made 0.741 or 1.82 of the other nine, the latter clipped away."""
+    """10 tokens, one off by -3 or +6: the mean once gave the other nine the ratio 0.741 or 1.82 (clipped)."""
     module = off(iterations=1, loss={"ratio_level": "sequence", "clip_low": 0.2, "clip_high": 0.2})
     module._correction.begin(1)
     logprobs = torch.full((1, 10), -1.0)
@@ -228,7 +228,7 @@ UNEQUAL = ("time/", "perf/", "tok/s", "rollout/logprob_abs_diff", "advantage/mea
 
 @pytest.mark.parametrize("share", [1, 2])
 def test_ranks_skip_together_and_learn_what_one_process_learns(tmp_path: Path, share: int) -> None:
-    """Rejected as a whole (1), or on every second row (2), so that ranks differ in what is left to them."""
+    """Rejected as a whole (1), or on every second row (2), so that ranks differ in their accepted tokens."""
     alone = train_off(0, share)
     first, second = run_ranks(train_off, share, folder=tmp_path)
     for mine, other in zip(first["states"], second["states"], strict=True):

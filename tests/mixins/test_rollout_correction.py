@@ -1,4 +1,4 @@
-"""Rollout correction in real runs: an engine whose log-probabilities are off, rejected, broken, or not there."""
+"""Rollout correction in real runs: an engine whose log-probabilities are off, rejected, broken, or missing."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_a_nan_log_probability_ends_a_run_without_correction_and_spoils_no_metri
 
 
 @pytest.mark.parametrize("critic", ["separate", "shared"])
-def test_bypass_pays_for_no_old_log_probabilities(critic: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bypass_computes_no_old_log_probabilities(critic: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scored: list[bool] = []
     forward = Actor.forward
 
@@ -271,7 +271,7 @@ def test_bypass_rejection_follows_the_policy_and_keeps_the_denominator(loss_type
     ],
     ids=["bypass", "reinforce", "decoupled"],
 )  # fmt: skip
-def test_gradients_do_not_depend_on_the_cut(block: dict[str, Any], mode: str) -> None:
+def test_gradients_do_not_depend_on_the_split_into_micro_batches(block: dict[str, Any], mode: str) -> None:
     recorder = Recorder()
     module = corrected(block, iterations=1, loss={"aggregation": mode}, policy=tiny_policy(critic="none"), kl={
         "coefficient": 0.0}, advantage={"estimator": "reinforce_plus_plus"})  # fmt: skip
@@ -323,7 +323,7 @@ def test_raw_log_probabilities_of_tempered_samples_are_refused(temperature: floa
 
 
 @pytest.mark.parametrize(("block", "warned"), [({"rollout_is": "token"}, True), ({}, False)])
-def test_truncated_sampling_with_correction_is_said(block: dict[str, Any], warned: bool) -> None:
+def test_truncated_sampling_with_correction_is_warned_about(block: dict[str, Any], warned: bool) -> None:
     """Never a silent bias."""
     module = tiny_module(iterations=1, rollout_correction=block)
     module.engine = HFEngine(samples=2, max_new_tokens=6, top_k=2)
@@ -365,8 +365,8 @@ def test_the_full_set_comes_every_few_iterations(bypass: bool) -> None:
 
 
 @pytest.mark.parametrize("bypass", [False, True])
-def test_chi_square_brings_the_full_set(bypass: bool) -> None:
-    """At once; in bypass mode, where the batch is over when it is known, in the next iteration."""
+def test_chi_square_triggers_the_full_set(bypass: bool) -> None:
+    """At once; in bypass mode, where chi-square is known only after the update, in the next iteration."""
     block = {"full_every": 100, "bypass_mode": bypass, "rollout_rs": "token", "rollout_rs_threshold": 9.0}
     always = logged({**block, "chi2_trigger": 1e-9}, noise=1.0)
     never = logged({**block, "chi2_trigger": 1e9}, noise=1.0)
@@ -397,7 +397,7 @@ def test_limits_move_towards_their_targets_within_bounds_and_are_logged() -> Non
     assert rejected[-1] < rejected[0]
 
 
-def test_limits_stop_at_their_bounds_and_ignore_what_is_no_number() -> None:
+def test_limits_stop_at_their_bounds_and_ignore_nan_and_absent_readings() -> None:
     module = corrected(ADAPTIVE)
     limits = module._correction.limits
     for _ in range(100):
@@ -562,7 +562,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         }.items()
     },
 }
-"""For every key a block, and a change of it that shows in what is trained or logged."""
+"""For every key a block, and a change of it that changes weights or metrics."""
 
 
 def test_the_table_above_has_every_key() -> None:

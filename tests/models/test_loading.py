@@ -32,7 +32,7 @@ def edit_tokenizer(folder: Path, **changes: Any) -> None:
     tokenizer.save_pretrained(str(folder))
 
 
-def test_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_loaded_from_a_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load_pretrained(str(folder))
     assert loaded.source == str(folder)
     assert loaded.lm.dtype == torch.float32

@@ -301,7 +301,7 @@ def test_sigma_stays_float32_in_a_bfloat16_model(make_lm: Any) -> None:
     torch.testing.assert_close(perturbation.sigmas(), torch.full((2,), 1e-4))
 
 
-def test_it_goes_together_with_lora() -> None:
+def test_perturbation_works_with_lora() -> None:
     pytest.importorskip("peft")
     loaded = build_tiny("0123456789", hidden_size=32, layers=2, heads=2)
     policy = build_policy(loaded, critic="none", lora={"r": 2}, activation_checkpointing=True)

@@ -34,7 +34,9 @@ def loaded(lm: PreTrainedModel) -> LoadedModel:
         ("none", {"r": 2}, type(None)),
     ],
 )
-def test_parts(make_lm: Any, critic: Any, kind: type, reference: Any, lora: Any, reference_kind: type) -> None:
+def test_parts_of_a_policy(
+    make_lm: Any, critic: Any, kind: type, reference: Any, lora: Any, reference_kind: type
+) -> None:
     lm = make_lm()
     model = loaded(lm)
     policy: Any = build_policy(model, critic=critic, reference=reference, lora=lora)

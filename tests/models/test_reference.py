@@ -70,7 +70,7 @@ def test_reference_is_the_starting_policy_and_stays_it(make_lm: Any, batch: Any,
     assert policy.reference.fingerprint() == mark
 
 
-def test_one_changed_weight_is_enough(make_lm: Any, batch: Any, tmp_path: Path) -> None:
+def test_one_changed_weight_moves_the_policy_and_not_the_reference(make_lm: Any, batch: Any, tmp_path: Path) -> None:
     policy = policy_of("trained adapter", make_lm(), tmp_path)
     actor, reference = scores(policy, batch)
     parameter = next(p for p in policy.actor.parameters() if p.requires_grad)

@@ -79,7 +79,7 @@ def test_noise_on_the_logits_follows_utilisation(batch: Batch, architecture: str
             draws.append(router_logits(lm, batch)[0].detach() - plain)
     spread = torch.cat(draws).std(0)
     count = 60 * plain.shape[0]
-    # sigma_e = 0.1 * utilisation / (1 / 4); an unused expert keeps a hundredth.
+    # sigma_e = 0.1 * utilisation / (1 / 4); an unused expert keeps 1 % of its noise.
     expected = torch.tensor([0.2, 0.12, 0.08, 0.001])
     assert ((spread - expected).abs() < 4 * expected / (2 * count) ** 0.5).all(), spread
 

@@ -64,7 +64,7 @@ def test_numbers_are_checked(settings: dict[str, Any], message: str) -> None:
         build_tiny("01", **{"hidden_size": 32, "layers": 1} | settings)
 
 
-def test_every_number_arrives() -> None:
+def test_every_number_reaches_the_model() -> None:
     lm = build_tiny(
         "0123",
         hidden_size=32,

@@ -1,7 +1,7 @@
 """A small HTTP server with the end points of a vLLM server, for failures that a real one does not produce on demand.
 
-Responses are a function of the seed alone, so it shows where a result was lost, doubled or swapped. Weights are really
-fetched from the trainer, by the code that runs in vLLM's workers.
+Responses are a function of the seed alone, so lost, doubled or swapped results are detected. Weights are really fetched
+from the trainer, by the code that runs in vLLM's workers.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class FakeVLLMServer:
         Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
     def kill(self) -> None:
-        """Break off every connection and listen no more, as after SIGKILL."""
+        """Close every connection and stop listening, as after SIGKILL."""
         Thread(target=self._server.shutdown, daemon=True).start()  # it waits for the loop, which may have called this
         self._server.socket.close()
         for connection in list(self._connections):
@@ -158,7 +158,7 @@ class FakeVLLMServer:
 
 
 def dies_at(request: int) -> Fault:
-    """Gone with everything it was doing when it gets its n-th request, counted from 1."""
+    """Dies with all running requests when it gets its n-th request, counted from 1."""
 
     def fault(server: FakeVLLMServer, body: dict[str, Any]) -> Answer | None:
         if len(server.requests) >= request:
@@ -177,7 +177,7 @@ def slow(seconds: float) -> Fault:
 
 
 def once(fault: Fault) -> Fault:
-    """Only the first request suffers it."""
+    """Only the first request fails so."""
     left = [fault]
 
     def only_once(server: FakeVLLMServer, body: dict[str, Any]) -> Answer | None:

@@ -25,7 +25,7 @@ COMMON: dict[str, Any] = {"samples": 2, "max_new_tokens": 6}
 
 @torch.no_grad()
 def poison(model: Any) -> None:
-    """NaN comes out wherever the token ``*`` went in."""
+    """The logits after the token ``*`` are NaN."""
     for name, parameter in model.named_parameters():
         if "embed_tokens" in name:
             parameter[TOKEN] = math.nan
@@ -47,7 +47,7 @@ def poison_worker(worker: Any) -> None:
 
 
 class PoisonedVLLM(VLLMEngine):
-    """NaN in vLLM's weights, after the trainer's have come."""
+    """NaN in vLLM's weights, written after the trainer's have arrived."""
 
     def update_weights(self, version: int) -> None:
         super().update_weights(version)
@@ -107,7 +107,7 @@ def run(engine: Any, correction: dict[str, Any] | None, **settings: Any) -> tupl
     ["hf", pytest.param("vllm", marks=pytest.mark.slow), "vllm_server_fake_server"],
     indirect=True,
 )
-def test_each_engine_and_each_setting(engine):
+def test_missing_log_probabilities_with_each_engine_and_setting(engine):
     for setting in ("neutral", "reject"):
         _, seen, metrics = run(engine, {"rollout_is": "token", "missing_logprobs": setting})
         assert len(seen) == 2
@@ -138,7 +138,7 @@ def test_unified_perturbation_leaves_such_tokens_out():
         assert torch.equal(experience.loss_mask, experience.response_mask & experience.rollout_logprobs.isfinite())
 
 
-def test_a_probe_compares_what_there_is():
+def test_a_probe_compares_the_tokens_with_log_probabilities():
     _, seen, _ = run(PoisonedCopyHF(**COMMON, lag=1), {}, iterations=1)
     [experience] = seen
 
@@ -178,7 +178,7 @@ def first_logprob(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("value", [-9999.0, -9999, -1e9, math.nan, -math.inf])
-def test_a_number_that_stands_for_none_is_missing_fake_server(serve, make_prompts, value):
+def test_vllms_placeholder_counts_as_missing_fake_server(serve, make_prompts, value):
     engine, _ = serve(once(first_logprob(value)))
     rollout = engine.generate(make_prompts([1, 2], [1, 3], [1, 4]), samples=1, max_new_tokens=8, seed=7)
     missing = rollout.response_mask & ~rollout.rollout_logprobs.isfinite()
@@ -186,7 +186,7 @@ def test_a_number_that_stands_for_none_is_missing_fake_server(serve, make_prompt
 
 
 @pytest.mark.parametrize("value", [None, "NaN", True, [], {}])
-def test_what_is_no_number_drops_the_server_fake_server(serve, make_prompts, caplog, value):
+def test_a_log_probability_that_is_no_number_drops_the_server_fake_server(serve, make_prompts, caplog, value):
     engine, servers = serve(first_logprob(value), None)
     prompts = make_prompts(*[[1, 2, 3 + i] for i in range(6)])
     rollout = engine.generate(prompts, samples=1, max_new_tokens=8, seed=7)

@@ -1,4 +1,4 @@
-"""Who gets through the door of a vLLM server, where weights may come from, and where the token is read."""
+"""Access to a vLLM server, allowed sources of weights, and where the token is read."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def scope(path: str = "/collective_rpc", method: str = "POST", kind: str = "http
 
 
 def knock(request: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """What the door itself answers; ``None`` where it lets the request through."""
+    """The answer of the middleware itself; ``None`` if it passes the request on."""
     sent: list[dict[str, Any]] = []
     passed: list[str] = []
 
@@ -89,7 +89,7 @@ def test_every_path_asks_for_the_token(token, path, method):
         [f"Bearer {SECRET}", "Bearer another"],
     ],
 )
-def test_what_is_not_the_token_is_refused(token, header):
+def test_a_wrong_token_is_refused(token, header):
     assert knock(scope(authorization=header))[0]["status"] == 401
 
 
@@ -156,7 +156,7 @@ def test_a_file_that_others_can_reach_is_refused(tmp_path, mode):
 
 
 @pytest.mark.parametrize("content", ["", "short", "two words that are long", "ümlaute-0123456789", "a\nb" * 20])
-def test_what_is_no_token_is_said_without_showing_it(tmp_path, content):
+def test_an_invalid_token_is_reported_without_showing_it(tmp_path, content):
     file = tmp_path / "token"
     file.write_text(content)
     file.chmod(0o600)
@@ -205,7 +205,7 @@ def test_the_agreed_address_with_and_without_a_port():
             agreed(wrong)
 
 
-def test_which_addresses_are_of_this_machine_alone():
+def test_loopback_addresses():
     assert all(map(is_loopback, ("127.0.0.1", "127.9.9.9", "::1", "[::1]", "localhost", "LOCALHOST")))
     assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "localhost.example", "127.0.0.1.example", "", None)))
 

@@ -1,4 +1,4 @@
-"""A real vLLM server behind its door: every path without the token, and a training with it."""
+"""A real vLLM server with a token: every path without the token, and a training with it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def ask(server: RealServer, path: str, method: str = "GET", body: Any = None, **
 
 
 def held(server: RealServer) -> Any:
-    """What the workers hold, and the bits of a response by it."""
+    """The label that the workers hold, and the bits of a response from those weights."""
     shown = token_check.bearer(SECRET)
     label = ask(server, "/collective_rpc", "POST", {"method": "rlhf_held"}, **shown)
     sampling = {"temperature": 0.0, "max_tokens": 4, "logprobs": 0, "ignore_eos": True, "detokenize": False}
@@ -184,7 +184,7 @@ def test_without_the_token_the_trainer_says_what_is_missing(server, monkeypatch)
 
 
 def test_tokens_from_logits_that_are_nan_have_no_log_probability(server, token_file, make_prompts):
-    """The last one: what NaN has touched in vLLM's cache may come up again."""
+    """The last test: NaN in vLLM's cache may reappear later."""
     tiny = build_tiny("0123456789+-*= ", **MODEL)
     engine = VLLMServerEngine([server.url], max_new_tokens=8, token_file=str(token_file))
     with torch.no_grad():

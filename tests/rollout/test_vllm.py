@@ -108,7 +108,7 @@ def use(engine: VLLMEngine, **sampling: Any) -> None:
 
 @pytest.fixture
 def fresh(real: tuple[VLLMEngine, LoadedModel]) -> Iterator[Callable[..., VLLMEngine]]:
-    """Engines of other settings. There is one vLLM in a process, so the shared one is closed for this long."""
+    """Engines of other settings. A process can have one vLLM only, so the shared one is closed meanwhile."""
     shared, loaded = real
     shared.close()
     made: list[VLLMEngine] = []
@@ -209,7 +209,7 @@ def test_samples_of_a_prompt_are_adjacent_different_and_a_function_of_their_seed
     assert not torch.equal(first.seed, draw(engine, asked=prompts(*prompts().ids, data_pass=1)).seed)
 
 
-def test_a_row_does_not_depend_on_who_else_is_asked(engine: VLLMEngine) -> None:
+def test_a_row_does_not_depend_on_other_rows_of_the_batch(engine: VLLMEngine) -> None:
     together = draw(engine)
     alone = draw(engine, asked=prompts([5, 6]))
     length = alone.response_ids.shape[1]
@@ -254,7 +254,7 @@ def test_greedy_takes_the_likeliest_token(engine: VLLMEngine, lm: Any) -> None:
     assert gaps(lm, rollout, 1.0).max() <= 1e-4  # of the whole distribution at temperature 1
 
 
-def test_what_cannot_be_asked(engine: VLLMEngine) -> None:
+def test_prompts_that_are_refused(engine: VLLMEngine) -> None:
     with pytest.raises(ValueError, match="no prompt"):
         draw(engine, asked=PromptBatch([], [], [], [], []))
     with pytest.raises(ValueError, match=r"max_new_tokens = 61 and the 4 tokens of prompt .* 64 positions"):
@@ -318,7 +318,7 @@ def test_a_weight_that_is_sent_twice_is_named(engine: VLLMEngine, monkeypatch: p
         engine.update_weights(1)
 
 
-def test_after_a_transfer_that_broke_off_the_next_one_heals(
+def test_a_complete_transfer_repairs_an_aborted_one(
     engine: VLLMEngine, lm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own, calls = module_under_test.named_weights, []
@@ -450,13 +450,13 @@ def test_a_model_with_biases_and_absolute_positions(fresh: Callable) -> None:
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The settings can be looked at without vLLM."""
+    """Settings can be tested without vLLM."""
     monkeypatch.setattr(module_under_test, "require_vllm", lambda: None)
     fake_platform(monkeypatch, "cpu")
 
 
 def fake_platform(monkeypatch: pytest.MonkeyPatch, kind: str, *, sleeps: bool = False) -> None:
-    """vLLM's word on where it runs, without vLLM."""
+    """Replaces vLLM's platform, without vLLM."""
     place = SimpleNamespace(device_type=kind, is_sleep_mode_available=lambda: sleeps)
     monkeypatch.setattr(module_under_test, "platform", lambda: place)
 

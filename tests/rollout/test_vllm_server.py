@@ -67,7 +67,7 @@ def draw(engine: VLLMServerEngine, prompts: Any, **options: Any) -> Any:
 
 
 def assert_complete(rollout: Any, prompts: Any, samples: int = 2, limit: int = 8) -> None:
-    """Every row is there, in its place, once: its tokens are those that follow from its own seed."""
+    """Every row is in its place, once, with the tokens that follow from its own seed."""
     assert len(rollout) == len(prompts) * samples
     for row in range(len(rollout)):
         seed = sample_seed(SEED, prompts.keys[row // samples], row % samples, prompts.passes[row // samples])
@@ -127,7 +127,7 @@ def test_no_server_gets_more_requests_at_a_time_than_allowed_fake_server(start, 
     assert most == [3]
 
 
-def test_what_a_request_says_fake_server(start, llama, make_tokenizer, make_prompts):
+def test_content_of_a_request_fake_server(start, llama, make_tokenizer, make_prompts):
     server = start()
     engine = VLLMServerEngine([server.url], temperature=0.7, top_k=5, top_p=0.9, stop_token_ids=[9])
     engine.setup(llama, make_tokenizer(eos=4))
@@ -382,7 +382,7 @@ def test_an_engine_can_be_set_up_again_after_its_end_fake_server(start, connect,
 
 def test_a_run_whose_servers_are_gone_says_where_to_go_on_fake_server(start, tiny_run, tmp_path, monkeypatch, capsys):
     def dies_in_the_second_iteration(server: FakeVLLMServer, body: dict[str, Any]) -> None:
-        # Weights come before the held-out prompts, before training, and after the first iteration.
+        # Weights are sent before the held-out prompts, before training, and after the first iteration.
         if server.calls.count("rlhf_receive") == 3:
             server.kill()
 

@@ -19,7 +19,7 @@ pytest.importorskip("vllm")
 def train(folder: Path, *overrides: str) -> list[dict[str, float]]:
     """The metrics of each iteration of a run in a process of its own."""
     environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}
-    # As with most users: OpenMP's own number of threads is another than that of the configuration.
+    # As for most users: OpenMP's own number of threads differs from that of the configuration.
     del environment["OMP_NUM_THREADS"]
     command = [sys.executable, "-m", "lightning_rlhf.cli", "train", "logger=csv", "trainer.enable_progress_bar=false"]
     command += ["threads=1", f"hydra.run.dir={folder}"]

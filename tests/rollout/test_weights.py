@@ -20,7 +20,7 @@ def llama(**settings) -> LlamaForCausalLM:
 
 
 def lora_model(dtype: str = "float32"):
-    """A model whose fresh adapter has been given something to say."""
+    """A model whose fresh adapter has been made non-zero."""
     loaded = build_tiny("0123456789", hidden_size=16, layers=2, heads=2, dtype=dtype)
     lm = build_policy(loaded, critic="none", lora={"r": 2}).actor.lm
     for name, parameter in lm.named_parameters():
