@@ -119,8 +119,8 @@ class LossSettings:
         bounded("module.loss", above=0, clip_high=self.clip_high)
         bounded("module.loss", above=0, optional=True, value_clip=self.value_clip)
         bounded("module.loss", above=1, optional=True, dual_clip=self.dual_clip)
-        coefficients = {"value_coefficient": self.value_coefficient, "entropy_coefficient": self.entropy_coefficient}
-        bounded("module.loss", at_least=0, **coefficients)
+        bounded("module.loss", at_least=0, value_coefficient=self.value_coefficient)
+        bounded("module.loss", at_least=0, entropy_coefficient=self.entropy_coefficient)
         _one_of("module.loss", self, "ratio_level", get_args(RatioLevel))
         _one_of("module.loss", self, "aggregation", get_args(Aggregation))
 

@@ -74,10 +74,10 @@ class PromptDataModule(LightningDataModule):
         validation_batch_size: int = 64,
     ) -> None:
         super().__init__()
-        counts = {"prompts_per_iteration": prompts_per_iteration, "validation_batch_size": validation_batch_size}
-        bounded("data", at_least=1, whole=True, iterations=iterations, **counts)
-        held_out = {"validation_size": validation_size, "validation_limit": validation_limit}
-        bounded("data", at_least=1, whole=True, optional=True, **held_out)
+        bounded("data", at_least=1, whole=True, prompts_per_iteration=prompts_per_iteration, iterations=iterations)
+        bounded("data", at_least=1, whole=True, validation_batch_size=validation_batch_size)
+        bounded("data", at_least=1, whole=True, optional=True, validation_size=validation_size)
+        bounded("data", at_least=1, whole=True, optional=True, validation_limit=validation_limit)
         if validation is not None and validation_size is not None:
             raise DataError(
                 f"data.validation_size = {validation_size} is not allowed beside data.validation: hold out rows of "
