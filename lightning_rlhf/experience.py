@@ -178,8 +178,11 @@ class Rollout:
 
     def to(self: _Rows, device: torch.device | str) -> _Rows:
         """Every tensor on ``device``."""
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        changes: dict[str, Any] = {k: v.to(device) for k, v in moved.items() if isinstance(v, Tensor)}
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        changes: dict[str, Any] = {name: v.to(device) for name, v in values.items() if isinstance(v, Tensor)}
+        for name, terms in values.items():
+            if isinstance(terms, dict):  # the reward terms of an experience
+                changes[name] = {term: v.to(device) for term, v in terms.items()}
         return replace(self, **changes)
 
 

@@ -52,6 +52,18 @@ def test_select_takes_rows_of_tensors_lists_and_terms() -> None:
     assert chosen.seed.tolist() == [2, 0] and chosen.lengths() == [(3, 2), (2, 1)]
 
 
+def test_every_tensor_goes_to_the_device_those_of_reward_terms_too() -> None:
+    """The meta device is another one on every machine."""
+    data = rollout([(2, 1), (1, 3)])
+    experience = Experience.from_rollout(data, ["p0", "p1"], ["a", "b"])
+    experience.scores, experience.components = torch.ones(2), {"exact": torch.ones(2)}
+    moved = experience.to("meta")
+    assert moved.scores is not None and moved.components.keys() == {"exact"}
+    found = [moved.prompt_ids, moved.response_mask, moved.scores, moved.components["exact"]]
+    assert {tensor.device.type for tensor in found} == {"meta"}
+    assert experience.components["exact"].device.type == "cpu", "the former one stays where it was"
+
+
 def test_cut_keeps_the_right_end_of_prompts_and_the_left_end_of_responses() -> None:
     data = rollout([(1, 2), (3, 4)]).select(torch.tensor([0])).trim()
     assert data.prompt_ids.shape == (1, 1) and data.response_ids.tolist() == [[500, 501]]
