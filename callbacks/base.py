@@ -49,7 +49,7 @@ class RLHFCallback(Callback):
         """The responses are generated; scoring has not begun."""
 
     def on_experience_scored(self, trainer: Trainer, module: ActorCriticModule, experience: Experience) -> None:
-        """Scores, log-probabilities and values are computed, advantages not. Set ``experience.reward_override`` here."""
+        """Scores, log-probabilities, values are computed, advantages not. Set ``experience.reward_override`` here."""
 
     def on_experience_ready(
         self, trainer: Trainer, module: ActorCriticModule, experience: Experience, stats: ExperienceStats
