@@ -17,7 +17,7 @@ from lightning_rlhf.distributed.processes import gather_objects
 class RNGState(Callback):
     """Saves the random number generators of every rank and restores them when training resumes.
 
-    Python, NumPy, PyTorch on the CPU and on the rank's device; restored before the first batch is fetched.
+    Generators of Python, NumPy, PyTorch on CPU and on the rank's device; restored before the first batch is fetched.
     """
 
     _pending: list[dict[str, Any]] | None = None
@@ -55,5 +55,5 @@ def _restore_rng(state: dict[str, Any], device: torch.device) -> None:
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(state["torch"].cpu())
-    if state.get("device") is not None and device.type == state["device_type"]:  # of another kind it means nothing
+    if state.get("device") is not None and device.type == state["device_type"]:  # useless for another device type
         set_rng_state(device, state["device"])
