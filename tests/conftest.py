@@ -1,4 +1,4 @@
-"""What all tests share: one thread, no network, no tracking of usage, composed configurations, and tiny overrides for
+"""Shared by all tests: one thread, no network, no usage tracking, composed configurations, and overrides for tiny
 real runs."""
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-# One thread for each process of the tests, those they start included: several pools of threads on few cores wait for
-# each other most of the time. Before torch is imported, as its OpenMP reads it once.
+# One thread per process, including processes that tests start: several thread pools on few cores mostly wait for
+# each other. Set before torch is imported, as its OpenMP reads it once.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # several engines would be bound to the same cores
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,7 +40,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """A run sets the number of threads of its configuration, which the next test would go on with."""
+    """Reset the number of threads: a run sets that of its configuration, which the next test would keep."""
     yield
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
@@ -48,7 +48,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_tracking_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLflow writes the store it was last told of into the environment, where the next test would find it."""
+    """Clear the environment: MLflow writes its last store there, where the next test would find it."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
 
@@ -79,7 +79,7 @@ def fresh_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tiny_run(tmp_path: Path) -> list[str]:
-    """Overrides that make an experiment one iteration of seconds."""
+    """Overrides that shrink an experiment to one iteration of a few seconds."""
     return [
         "iterations=1",
         "threads=1",

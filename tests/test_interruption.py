@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, sent to real processes: what is left, what is said, which exit code."""
+"""Ctrl-C and SIGTERM, sent to real processes: checkpoints, messages, exit codes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_rlhf.runs.ending import how_to_go_on, resume_command
 
 BIN = Path(sys.executable).parent
 SECONDS = 900
-"""No wait is longer; none is decided by the clock."""
+"""Longest wait of a test; no result depends on elapsed time."""
 
 TINY = [
     "model.source.hidden_size=32",
@@ -90,7 +90,7 @@ def waits(event: str, iteration: int, until: str = "noted") -> str:
 
 
 def ignore_nothing() -> None:
-    """A shell lets its background jobs ignore SIGINT, nohup SIGHUP, and those of a test, too."""
+    """Set default handlers: a shell's background jobs ignore SIGINT, under nohup SIGHUP, and so would a test's."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
@@ -148,7 +148,7 @@ def kept(folder: Path) -> list[int]:
 
 
 def status(folder: Path) -> str:
-    """Of the only tracked run."""
+    """Status of the only tracked run."""
     import mlflow
 
     client = mlflow.MlflowClient(f"sqlite:///{folder}/mlflow/mlflow.db")
@@ -214,7 +214,7 @@ def test_a_signal_in_the_update_finishes_the_iteration_and_a_second_one_does_not
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_whose_terminal_is_closed_stops_as_at_a_signal(folder: Path, processes: int) -> None:
-    """Its output is gone, which ended it with a traceback before, or at once: the log has all, MLflow knows."""
+    """Output to the closed terminal must not end it: train.log has all lines, and MLflow the status."""
     own, other = pty.openpty()
     words = [str(BIN / "lightning-rlhf"), "train", "hydra.run.dir=run", "iterations=5", *TINY, "warmup=none"]
     words += [waits("update", 3)] + (["trainer=ddp", "trainer.devices=2"] if processes == 2 else [])
@@ -247,7 +247,7 @@ def test_a_run_whose_terminal_is_closed_stops_as_at_a_signal(folder: Path, proce
 
 
 @pytest.mark.slow
-def test_before_anything_is_trained_there_is_nothing_to_go_on_from(folder: Path) -> None:
+def test_before_the_first_update_there_is_no_checkpoint_to_resume(folder: Path) -> None:
     """In the warm-up, in the evaluation before training, and in an evaluation by `eval`."""
     warm = train(folder, "logger=none", "warmup={_target_: mine.warm_up}")
     warm.reached()
@@ -327,7 +327,7 @@ def test_a_signal_raises_at_once_unless_something_is_held() -> None:
     assert signal.getsignal(signal.SIGTERM) is before and signals() is not own
 
 
-def test_what_is_held_is_finished_and_a_second_signal_is_not_held(capfd: pytest.CaptureFixture) -> None:
+def test_a_first_signal_waits_while_held_and_a_second_one_does_not(capfd: pytest.CaptureFixture) -> None:
     with Signals() as own:
         own.hold("finishing iteration 7")
         os.kill(os.getpid(), signal.SIGTERM)
@@ -351,7 +351,7 @@ def test_a_signal_that_was_ignored_stays_ignored(signum: int) -> None:
 
 
 def test_a_terminal_that_closes_says_so_twice_and_that_is_no_second_signal() -> None:
-    """The kernel sends SIGHUP, and so does the shell; another signal behind it ends the run at once."""
+    """Kernel and shell both send SIGHUP, which counts once; another signal after it ends the run at once."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
         with Signals() as own:
@@ -366,7 +366,7 @@ def test_a_terminal_that_closes_says_so_twice_and_that_is_no_second_signal() -> 
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_second_time_is_asked_for_by_what_can_be_done(capfd: pytest.CaptureFixture) -> None:
+def test_a_held_signal_says_how_to_stop_at_once(capfd: pytest.CaptureFixture) -> None:
     for signum, how in ((signal.SIGINT, "press Ctrl-C again"), (signal.SIGTERM, f"kill {os.getpid()}")):
         with Signals() as own:
             own.hold("finishing iteration 7")

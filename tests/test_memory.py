@@ -1,4 +1,4 @@
-"""Out of memory: what counts as it, that nothing of a failed attempt stays alive, and generation in parts."""
+"""Out of memory: which errors count, a failed attempt is freed completely, and generation in parts."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Big:
     """Something that occupies memory."""
 
 
-def test_what_the_failed_attempt_held_is_gone_when_the_next_begins() -> None:
-    """From 8 with room for 2: 8, 4 and 2 are tried, and each finds nothing left of the one before."""
+def test_memory_of_a_failed_attempt_is_freed_before_the_next() -> None:
+    """Start with 8, room for 2: 8, 4 and 2 are tried, and no object of an earlier attempt is alive."""
     alive: list[weakref.ref] = []
     tried: list[int] = []
 
@@ -69,7 +69,7 @@ def test_what_the_failed_attempt_held_is_gone_when_the_next_begins() -> None:
     assert tried == [8, 4, 2] and result == 2
 
 
-def test_a_cpu_has_no_share() -> None:
+def test_a_cpu_reports_no_share_of_memory_in_use() -> None:
     assert peak_memory_share(torch.device("cpu")) is None
 
 
@@ -77,7 +77,7 @@ def test_a_cpu_has_no_share() -> None:
 
 
 class Halves:
-    """The policy of a callback, without one."""
+    """The interface of OOMGuard, without the callback."""
 
     def __init__(self) -> None:
         self.prompts_at_once: int | None = None
@@ -133,7 +133,7 @@ def test_one_prompt_that_does_not_fit_is_a_clear_error() -> None:
     assert calls == [8, 4, 2, 1]
 
 
-def test_without_a_policy_the_error_passes() -> None:
+def test_without_oom_guard_the_error_is_raised() -> None:
     engine, batch = engine_and_prompts()
     with pytest.raises(torch.OutOfMemoryError):
         generate_in_parts(limited(engine, 0, []), batch, None, Control(), 0)

@@ -1,4 +1,4 @@
-"""A password in an address is in no file and no line, and arrives all the same."""
+"""A password in an address is written to no file and printed nowhere, but reaches the server."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lightning_rlhf.reporting import RLMLFlowLogger, RunRecord
 from lightning_rlhf.reporting.spool import in_a_line
 
 SECRET = "g%40heim:word"
-"""Of the address; the password is g@heim:word."""
+"""User and password, URL-encoded; the password is g@heim:word."""
 
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it was, afterwards; without what the logger puts there."""
+    """Restore the environment afterwards, without the variables that the logger sets."""
     for name in ("USERNAME", "PASSWORD", "URI"):
         monkeypatch.setenv(f"MLFLOW_TRACKING_{name}", "")
         monkeypatch.delenv(f"MLFLOW_TRACKING_{name}")
@@ -57,7 +57,7 @@ def test_in_a_configuration_it_is_refused(compose) -> None:
 def test_a_command_that_has_one_leaves_nothing_of_it(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hydra would have saved it before the run is refused."""
+    """Otherwise Hydra would save it before the run is refused."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert cli.main(["train", f'logger.mlflow.tracking_uri="http://me:{SECRET}@h"', "hydra.run.dir=run"]) == 2
@@ -73,7 +73,7 @@ def test_a_command_that_has_one_leaves_nothing_of_it(
 def test_from_the_environment_it_arrives_and_is_written_nowhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A server that sees who asks, and refuses; a run that goes on has the password from the environment again."""
+    """The server records the credentials and refuses; a resumed run reads the password from the environment again."""
     shown: list[str | None] = []
 
     class Refusing(BaseHTTPRequestHandler):

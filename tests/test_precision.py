@@ -1,4 +1,4 @@
-"""A precision without arithmetic: replaced or refused, by one key, on a CPU that is made to look like one with AVX2."""
+"""A precision that the device lacks: replaced or refused by one key, on a CPU restricted to AVX2."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_rlhf import cli, precision, schema
 from lightning_rlhf.accelerators import device
 
 AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
-"""oneDNN and PyTorch then use no instruction that a CPU with AVX2 alone does not have."""
+"""Environment in which oneDNN and PyTorch use only instructions that a CPU with AVX2 has."""
 
 TINY = [
     *("iterations=1", "threads=1", "warmup=none", "logger=none", "trainer.enable_progress_bar=false"),
@@ -79,7 +79,7 @@ def test_a_run_and_its_evaluation_say_it_once_and_compute_in_float32(tmp_path):
     assert evaluated.stdout.count("trainer.precision = bf16-mixed became 32-true") == 1
 
 
-def test_a_run_that_must_not_replace_ends_before_work(tmp_path):
+def test_with_refuse_the_run_ends_before_work(tmp_path):
     words = ["trainer=bf16", "unsupported_precision=refuse", f"hydra.run.dir={tmp_path}/run"]
     run = on_avx2(["-m", "lightning_rlhf.cli", "train", *TINY, *words], tmp_path)
     assert run.returncode == 2
@@ -113,7 +113,7 @@ def test_a_server_is_started_in_what_its_machine_computes_in(monkeypatch, capsys
         ("64-true", set(), "64-true"),
     ],
 )
-def test_what_takes_the_place_of_a_trainers_precision_on_a_cpu(monkeypatch, given, has, used):
+def test_replacement_of_the_trainers_precision_on_a_cpu(monkeypatch, given, has, used):
     monkeypatch.setattr(device, "computes_in", lambda place, dtype: dtype in has)
     before = {"trainer": {"accelerator": "cpu", "precision": given}}
     after, replaced = precision.fit(before)
@@ -127,7 +127,7 @@ def test_a_device_with_the_arithmetic_keeps_what_was_asked_for(monkeypatch):
     assert precision.fit(LOW) == (LOW, [])
 
 
-def test_what_is_stored_only_is_left_alone(monkeypatch):
+def test_a_dtype_of_stored_values_is_not_replaced(monkeypatch):
     monkeypatch.setattr(device, "computes_in", lambda place, dtype: False)
     stored = {"trainer": {"precision": "32-true"}, "module": {"rollout_correction": {"weights_dtype": "float16"}}}
     assert precision.fit(stored) == (stored, [])

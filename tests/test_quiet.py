@@ -1,4 +1,4 @@
-"""Only what is listed is silenced, and only inside."""
+"""Only the listed log records and warnings are silenced, and only inside the context."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command that ``lightning-rlhf serve`` becomes."""
+"""The vLLM command that ``lightning-rlhf serve`` runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SECRET = "not-a-guess-0123456789"
 
 @pytest.fixture
 def executed(monkeypatch, tmp_path) -> list[tuple[list[str], dict[str, str]]]:
-    """What would replace this process: arguments and environment."""
+    """Arguments and environment of the command that would replace this process."""
     calls: list[tuple[list[str], dict[str, str]]] = []
     monkeypatch.setattr(os, "execve", lambda path, arguments, environment: calls.append((arguments, environment)))
     monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: object())
@@ -31,7 +31,7 @@ def option(arguments: list[str], name: str) -> str:
     return arguments[arguments.index(name) + 1]
 
 
-def test_it_matches_the_run(executed, capsys, monkeypatch):
+def test_the_server_command_matches_the_run(executed, capsys, monkeypatch):
     monkeypatch.setenv(token_check.TOKEN, SECRET)
     words = ["port=8123", "host=0.0.0.0", "enforce_eager=true", "seed=5", "rollout.max_new_tokens=9"]
     assert cli.main(["serve", *words, "data.max_prompt_tokens=11", "--", "--max-num-seqs", "7"]) == 0
@@ -128,7 +128,7 @@ def test_token_and_source_of_the_weights_reach_the_server(executed, tmp_path, mo
     assert "has mode 0644" in capsys.readouterr().err
 
 
-def test_the_address_cannot_be_changed_behind_its_back(executed, capsys):
+def test_an_option_after_the_dashes_cannot_change_the_address(executed, capsys):
     for word in ("--host=0.0.0.0", "--host", "--api-key", "--api_key=x"):
         assert cli.main(["serve", "--", word, "0.0.0.0"]) == 2
         assert "is not allowed after --" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Threads of OpenMP sleep while they wait; what OpenMP itself says at its start is looked at."""
+"""OpenMP threads sleep while they wait, checked by the settings that OpenMP prints at its start."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_openmp_of_a_run_waits_as_the_user_said_or_passively(tmp_path: Path, giv
     assert said[1] == policy
 
 
-def test_workers_of_ray_get_it(monkeypatch):
+def test_workers_of_ray_get_the_wait_policy(monkeypatch):
     pytest.importorskip("ray")
     from lightning_rlhf.distributed import ray_launch
 

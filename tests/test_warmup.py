@@ -50,8 +50,8 @@ def test_loss_falls(loaded, datamodule, tmp_path):
     assert result.loss < 0.7 * before
 
 
-def test_it_says_how_far_it_is_where_there_is_no_terminal(loaded, datamodule, tmp_path, caplog, monkeypatch):
-    """Silent for minutes before, on a slow machine; ten lines at most."""
+def test_progress_lines_without_a_terminal(loaded, datamodule, tmp_path, caplog, monkeypatch):
+    """At most ten lines, so that a slow warm-up is not silent for minutes."""
     for terminal, steps, said in ((False, 25, 8), (False, 5, 5), (True, 25, 0)):
         monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal, raising=False)
         caplog.clear()
@@ -61,7 +61,7 @@ def test_it_says_how_far_it_is_where_there_is_no_terminal(loaded, datamodule, tm
         assert len(lines) == said, lines
 
 
-def test_target_ends_it_early(loaded, datamodule, tmp_path):
+def test_the_target_loss_ends_warm_up_early(loaded, datamodule, tmp_path):
     result, _ = run(loaded, datamodule, tmp_path, steps=60, target=2.0)
     assert 0 < result.steps < 60
     assert result.loss < 2.0
@@ -112,7 +112,7 @@ def test_random_state_is_the_same_cached_or_not(loaded, datamodule, tmp_path):
 
 
 def test_answers_are_drawn_by_their_shares(loaded, datamodule, tmp_path, monkeypatch):
-    """Each time anew, so that the model learns how often and not for which prompt."""
+    """Drawn anew each time a row is used, so that the model learns the shares and not a fixed answer per prompt."""
     seen, real, end = [], warmup.answer_loss, loaded.tokenizer.eos_token_id
     habit = loaded.tokenizer("=")["input_ids"][0]
 
@@ -202,12 +202,12 @@ def test_training_mode_is_restored(loaded, datamodule, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["steps", "batch_size", "lr", "target"])
-def test_bad_settings(loaded, datamodule, tmp_path, name):
+def test_bad_settings_are_refused(loaded, datamodule, tmp_path, name):
     with pytest.raises(ValueError, match=rf"warmup\.{name} = -1 is not allowed"):
         run(loaded, datamodule, tmp_path, **{name: -1})
 
 
-def test_row_without_answer(loaded, datamodule, tmp_path):
+def test_a_row_without_answer_is_refused(loaded, datamodule, tmp_path):
     with pytest.raises(ValueError, match=r"warmup\.answer_field = 'solution'"):
         run(loaded, datamodule, tmp_path, answer_field="solution")
 
@@ -249,7 +249,7 @@ def test_weights_that_overflow_their_dtype_are_not_kept(datamodule, tmp_path):
 
 
 def test_broken_weights_in_the_cache_are_not_used(loaded, datamodule, tmp_path, caplog):
-    """As an earlier version wrote them, with a fingerprint that fits."""
+    """Weights in the form that an earlier version wrote, with a matching fingerprint."""
     first, trained = run(loaded, datamodule, tmp_path)
     broken = copy.deepcopy(loaded.lm)
     with torch.no_grad():
@@ -270,7 +270,7 @@ def test_broken_weights_are_not_blamed_on_the_architecture(loaded):
         verify_head(loaded.lm)
 
 
-def test_it_comes_with_the_tiny_model_and_its_task_only(compose):
+def test_warm_up_is_loaded_for_the_tiny_model_and_its_task_only(compose):
     assert compose().warmup.lr == compose("experiment=quickstart").warmup.lr == 2e-3
     assert not compose("warmup=none").warmup
     rows = ["data=jsonl", "data.train.path=prompts.jsonl"]
@@ -281,7 +281,7 @@ def test_it_comes_with_the_tiny_model_and_its_task_only(compose):
 
 @pytest.mark.parametrize(("word", "meant"), [("warmup=sftt", "sft"), ("recipe=tinny", "tiny")])
 def test_an_option_that_does_not_exist_is_refused(tmp_path, monkeypatch, capsys, word, meant):
-    """Hydra passes over it, as the groups are optional."""
+    """Hydra itself ignores it, as the groups are optional."""
     from lightning_rlhf import cli
 
     monkeypatch.chdir(tmp_path)
@@ -289,7 +289,7 @@ def test_an_option_that_does_not_exist_is_refused(tmp_path, monkeypatch, capsys,
     assert f"there is no {word}; did you mean {meant}?" in capsys.readouterr().err
 
 
-def test_a_warm_up_that_is_asked_for_wants_its_rate(compose):
+def test_warm_up_on_request_needs_a_learning_rate(compose):
     from lightning_rlhf import schema
 
     with pytest.raises(schema.ConfigError) as refused:
@@ -312,7 +312,7 @@ def test_what_was_trained_before_ppo_is_said_and_in_the_checkpoint(compose, tiny
 
 
 def test_a_recipe_gives_way_to_the_command_line_and_to_an_experiment(compose):
-    """And none comes with a pre-trained model."""
+    """With a pre-trained model no recipe is loaded."""
     quick = compose()
     assert (quick.data.prompts_per_iteration, quick.rollout.max_new_tokens) == (512, 5)
     changed = compose("iterations=7", "rollout.max_new_tokens=9", "module.kl.coefficient=0.5", "warmup.steps=3")
