@@ -338,7 +338,7 @@ class IterationCheckpoint(Checkpoint):
         if later:
             rank_zero_warn(
                 f"the run continues from iteration {self.iteration}; {len(later)} checkpoint(s) of later iterations in "
-                f"{self.dirpath} got the ending {SET_ASIDE}. Delete them if they are not needed."
+                f"{self.dirpath} now have the suffix {SET_ASIDE}. Delete them if they are not needed."
             )
 
     def _remove_old(self) -> None:

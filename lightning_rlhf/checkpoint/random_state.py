@@ -28,7 +28,7 @@ class RNGState(Callback):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self._pending = checkpoint.get("rng_per_rank")
         if self._pending is None:
-            rank_zero_warn("the checkpoint holds no random number state: the resumed run draws other numbers")
+            rank_zero_warn("the checkpoint holds no random number state: the resumed run draws other random numbers")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         states, self._pending = self._pending, None
@@ -39,7 +39,7 @@ class RNGState(Callback):
         else:
             rank_zero_warn(
                 f"the checkpoint was written by {len(states)} processes, this run has {trainer.world_size}: random "
-                "number states are not restored, the resumed run draws other numbers"
+                "number states are not restored, the resumed run draws other random numbers"
             )
 
 

@@ -105,11 +105,11 @@ class PromptLoader:
             changed = differences(state["data"], self.fingerprint)
             what = f"was trained on other data: {'; '.join(changed)}. Give it the same data, or set "
         else:
-            changed = ["that of the checkpoint is not known"]
-            what = "does not say which data it was trained on: an earlier release wrote it, which held out others. Set "
+            changed = ["the checkpoint's data is unknown"]
+            what = "does not say which data it was trained on: an earlier release, with another split, wrote it. Set "
         if changed and not self.accept_other_data:
             raise DataError(
-                f"data: the checkpoint {what}resume_on_other_data=true to go on with this one from its first batch"
+                f"data: the checkpoint {what}resume_on_other_data=true to go on with this data from its first batch"
             )
         return changed
 

@@ -146,7 +146,7 @@ class TrackedRun:
             if error.get_http_status_code() != 404:
                 raise
         log.warning(
-            "the MLflow run %s is not in %s: the record goes on in a new run, whose tag %s names it",
+            "the MLflow run %s is not in %s: logging goes on in a new run, whose tag %s names the old one",
             lost,
             self.record.tracking_uri,
             CONTINUES_TAG,

@@ -163,7 +163,7 @@ class RLMLFlowLogger(MLFlowLogger):
             else:
                 os.environ["MLFLOW_TRACKING_URI"] = environment
             if self._database is not None and artifacts_beside(self._mlflow_client, self._database):
-                log.info("MLflow: artifacts are looked for beside %s now", self._database)
+                log.info("MLflow: artifacts are now read from the folder beside %s", self._database)
             self.run.open()
             self._opened = True
             if self.run.resumed:

@@ -119,20 +119,20 @@ class Resumption:
         """A few lines for the user about this resume."""
         yield f"resuming from {self.checkpoint} (iteration {self.iteration})"
         if self.changes:
-            yield "changed, all else as it was:"
+            yield "changed settings (all others as before):"
             yield from (f"  {key}: {_shown(old)} -> {_shown(new)}" for key, (old, new) in in_short(self.changes))
         schedule = get(self.config, "module.optimizer.schedule")
         if "iterations" in self.changes and schedule not in (None, "constant"):
             end = self.config["iterations"]
-            yield f"the {schedule} schedule of learning rates now ends at iteration {end};"
-            yield "  rates follow it from here on"
+            yield f"the {schedule} learning-rate schedule now ends at iteration {end};"
+            yield "  learning rates follow it from here on"
         if self.branch:
             why = "; ".join(self.branch)
             yield f"a branch, for {why}: its files go to"
             yield f"  {folder}"
             if any(block.get("_target_") == MLFLOW for block in blocks_of(self.config.get("logger")).values()):
-                yield "and its MLflow run is a child of the run's"
-            yield "(branch=false goes on in the run itself, and sets its later checkpoints aside)"
+                yield "and its MLflow run is a child of the original run's"
+            yield "(branch=false continues the run itself and renames its later checkpoints)"
 
     def record(self) -> dict[str, Any]:
         """The entry for the list of starts."""
