@@ -1,13 +1,13 @@
-"""What noise on the hidden states costs: one update of the actor with it against one without.
+"""Cost of noise on the hidden states: one update of the actor with noise against one without.
 
-An update is forward, backward and optimiser step on one minibatch of full rows; a critic, which would make the share
-of the noise smaller, is left out. Updates with and without noise alternate on the same model in one process; what is
-printed is the median of the ratios of neighbours. Memory: each version runs in a process of its own; the peak is that
+An update is forward, backward and optimiser step on one minibatch of full rows, without a critic, which would make the
+share of the noise smaller. Updates with and without noise alternate on the same model in one process; the median of
+the ratios of neighbouring updates is printed. Memory: each version runs in its own process; the peak is that
 of the device, or on a CPU the largest resident memory.
 
     python -m benchmarks.alp smollm2            # SmolLM2-135M, float32; 8 rows of 64 + 64 tokens
     python -m benchmarks.alp smollm2 --device cuda --precision bf16
-    python -m benchmarks.alp tiny               # a few seconds; the noise weighs more beside a small model
+    python -m benchmarks.alp tiny               # a few seconds; the share of the noise is larger in a small model
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LIMITS = {"layer": (1.03, 1.02), "channel": (1.10, 1.05)}
 
 
 class Update:
-    """An actor with noise at hand, its optimiser and a fixed minibatch."""
+    """An actor with optional noise, its optimiser and a fixed minibatch."""
 
     def __init__(self, workload: str, granularity: Any, device: str, precision: str) -> None:
         lm: Any = load(workload).lm
@@ -98,7 +98,7 @@ def main() -> None:
             update.run(noisy=noisy)
         pairs = []
         for index in range(arguments.repeats):
-            # Who goes first changes, so that neither gains from the other's caches.
+            # The order alternates, so that neither version gains from the other's caches.
             order = (False, True) if index % 2 else (True, False)
             seconds = {noisy: update.run(noisy=noisy) for noisy in order}
             pairs.append((seconds[False], seconds[True]))

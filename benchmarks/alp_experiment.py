@@ -1,18 +1,18 @@
-"""Does noise on the hidden states tighten the ratio between trainer and engine, and at what price in reward?
+"""Does noise on the hidden states narrow the ratio between trainer and engine, and at what cost in reward?
 
-Every combination of engine, arm and seed is one ``lightning-rlhf train`` in a process of its own; a run whose folder is
+Every combination of engine, arm and seed is one ``lightning-rlhf train`` in its own process; a run whose folder is
 complete is not repeated. Arms: ``plain`` (PPO, no correction), ``alp`` (unified ratio), ``alp_decoupled``; all with the
-same number of updates per rollout. Out come ``runs.csv`` (a row per iteration), ``summary.csv`` (a row per run, means
+same number of updates per rollout. Results: ``runs.csv`` (a row per iteration), ``summary.csv`` (a row per run, means
 over its last third) and ``alp.png`` (mean and range over the seeds).
 
     python -m benchmarks.alp_experiment --engines vllm_bf16 vllm_int8 --seeds 1 2 3     # needs vLLM
     python -m benchmarks.alp_experiment --engines perturbed --iterations 60             # any machine
 
-What is compared, of all valid tokens of an iteration:
+Compared over all valid tokens of an iteration:
 
-* ``sequence_p2``, ``sequence_p98``: of the sequence log-ratio current / engine in the passes of the update, perturbed
-  where the arm perturbs; ``correlation``: Pearson, of the token probabilities of the same two.
-* ``plain_...``: the same of the plain policy before the update, which is what the samples came from.
+* ``sequence_p2``, ``sequence_p98``: percentiles of the sequence log-ratio current / engine in the forward passes of the
+  update, with noise in the arms that have it; ``correlation``: Pearson correlation of the same token probabilities.
+* ``plain_...``: the same for the policy before the update and without noise, from which the samples were drawn.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PANELS = ("reward", "envelope", "correlation", "plain_envelope", "plain_correlat
 
 
 class Tails:
-    """Log-ratios and probabilities of one iteration, gathered part by part."""
+    """Log-ratios and probabilities of one iteration, collected per micro-batch."""
 
     def __init__(self) -> None:
         self.sequences: list[Tensor] = []
@@ -50,14 +50,14 @@ class Tails:
 
     @torch.no_grad()
     def add(self, train: Tensor, rollout: Tensor, mask: Tensor) -> None:
-        """``[B, R]`` log-probabilities of the trainer and of the engine, and what is valid."""
+        """Add ``[B, R]`` log-probabilities of the trainer and of the engine, and the mask of valid tokens."""
         mask = mask & rollout.isfinite()
         log_ratio = select_valid(train - rollout, mask).sum(-1)
         self.sequences.append(log_ratio[mask.any(-1)].double())
         self.tokens.append(torch.stack([train[mask].exp(), rollout[mask].exp()]).double())
 
     def numbers(self, prefix: str = "") -> dict[str, float]:
-        """The statistics, and an empty tally for what comes next."""
+        """The statistics; resets the collection for the next iteration."""
         sequences, tokens = torch.cat(self.sequences), torch.cat(self.tokens, dim=1)
         low, high = torch.quantile(sequences, sequences.new_tensor([0.02, 0.98])).tolist()
         self.sequences, self.tokens = [], []
@@ -67,7 +67,7 @@ class Tails:
 
 
 class ObservedModule(PPOModule):
-    """PPO that also reports the tails of the ratio, alike in every arm."""
+    """PPO that also reports the tails of the ratio, computed in the same way in every arm."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -161,7 +161,7 @@ def main() -> None:
 
 
 def read(folder: Path) -> tuple[list[dict[str, Any]], float | None]:
-    """What is compared, by iteration, and the last score on held-out prompts."""
+    """The compared metrics by iteration, and the last score on held-out prompts."""
     rows: list[dict[str, Any]] = []
     records = mismatch.records(folder)
     for record in records:

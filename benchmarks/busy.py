@@ -1,8 +1,8 @@
-"""How much slower does the quickstart become beside a busy core, and what does passive waiting cost on quiet ones?
+"""How much slower is the quickstart beside a busy core, and what does passive waiting cost on idle cores?
 
-Each round runs the same short training four times, in an order that changes: with threads of OpenMP that sleep while
-they wait (as the command line sets it) and that spin, on quiet cores and beside one Python loop that never ends. The
-ratios of the medians are printed. It wants a machine with nothing else to do.
+Each round runs the same short training four times, in changing order: with OpenMP threads that sleep while
+they wait (as the command line sets it) and that spin, on idle cores and beside one endless Python loop. The
+ratios of the medians are printed. It needs an otherwise idle machine.
 
     python -m benchmarks.busy                         # three rounds of 12 iterations
     python -m benchmarks.busy --rounds 5 --threads 2
@@ -26,7 +26,7 @@ WAITING = {
 
 
 def seconds(iterations: int, threads: int, waiting: str, folder: Path) -> float:
-    """Of the iterations alone, from the first to the last, as the run logs them."""
+    """Seconds of all iterations but the first, as the run logs them."""
     environment = os.environ | WAITING[waiting] | {"OMP_NUM_THREADS": str(threads)}
     if waiting == "spinning":
         environment = {k: v for k, v in environment.items() if k not in ("GOMP_SPINCOUNT", "KMP_BLOCKTIME")}
@@ -38,7 +38,7 @@ def seconds(iterations: int, threads: int, waiting: str, folder: Path) -> float:
     lines = path.read_text(encoding="utf-8").splitlines()
     column = lines[0].split(",").index("time/iteration")
     times = [float(line.split(",")[column]) for line in lines[1:] if line.split(",")[column]]
-    return sum(times[1:])  # the first one sets things up
+    return sum(times[1:])  # the first iteration includes set-up
 
 
 def main() -> None:

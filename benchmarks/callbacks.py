@@ -1,9 +1,9 @@
-"""What the callbacks cost: iterations with all of them on against iterations with none, in one run.
+"""Cost of the callbacks: iterations with all of them against iterations with none, in one run.
 
-Every second iteration of one run has no callback, so both sides meet the same weights, memory and noise. No callback is
-ever given a reason to act; what is measured is watching, and the copy of the actor that ``KLGuard`` keeps. The time
-spent inside the callbacks, and that of the copy, is also measured directly, which tells more than a difference of two
-noisy times. Pictures are drawn every 50 iterations; a fiftieth of one is added.
+Every second iteration of one run has no callback, so both sides have the same weights, memory and noise. No callback
+has a reason to act: the cost is that of observing, and of the copy of the actor that ``KLGuard`` keeps. The time
+spent inside the callbacks, and that of the copy, is also measured directly, which is more precise than the difference
+of two noisy times. Figures are drawn every 50 iterations; a fiftieth of one is added.
 
     python -m benchmarks.callbacks smollm2        # SmolLM2-135M; 8 prompts of 64 tokens, 64 new
     python -m benchmarks.callbacks tiny
@@ -52,7 +52,7 @@ def all_callbacks(new_tokens: int) -> list[Callback]:
 
 
 class EverySecond(Callback):
-    """Switches the others on and off, and times iterations and what is spent inside the others."""
+    """Switches the other callbacks on and off, and times iterations and the time spent inside the other callbacks."""
 
     def __init__(self, others: list[Callback]) -> None:
         self.others = others
@@ -85,7 +85,7 @@ class EverySecond(Callback):
 
 
 def figure_seconds() -> float:
-    """One picture of a long run, drawn a second time so that the import of matplotlib is not counted."""
+    """Seconds for one figure of a long run, drawn a second time so that the import of matplotlib is not counted."""
     history = [[float(i), 0.05, 0.1] for i in range(1, 1001)]
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(2):
@@ -95,7 +95,7 @@ def figure_seconds() -> float:
 
 
 def copy_seconds(module: PPOModule) -> float:
-    """The copy of the actor, made over the one of the iteration before."""
+    """Seconds for the copy of the actor, written over that of the previous iteration."""
     optimizer = module.optimizers()
     kept, times = Snapshot.of("actor", optimizer), []
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""What rollout correction costs beside the update it belongs to.
+"""Cost of rollout correction relative to the update it belongs to.
 
 Three things are timed on tensors of the given shape: weights and rejection, the cheap metrics, the full metrics. With
 ``tensors`` they are printed in milliseconds; with ``update`` a whole PPO update (every epoch: forward and backward
@@ -33,7 +33,7 @@ from lightning_rlhf.rewards import CompositeReward
 from lightning_rlhf.rollout import HFEngine
 
 PLAN = Plan(level="token", cap=2.0, rules=parse_rules("token,geometric", "2.0,1.01"), veto=1e-4)
-"""More than any preset does."""
+"""A configuration with more work than any preset."""
 
 
 def sample(rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:

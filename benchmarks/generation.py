@@ -4,12 +4,12 @@
     python benchmarks/generation.py --model smollm2     # the shape of SmolLM2-135M, random weights
 
 Both sample at temperature 1 from the whole vocabulary and return the log-probabilities of the tokens they sampled.
-They take turns; the table shows medians of wall-clock seconds and their ratio (above 1: the engine is faster). Rows:
+They alternate; the table shows medians of wall-clock seconds and their ratio (above 1: the engine is faster). Rows:
 
 - exact: every response has exactly ``--new-tokens`` tokens, all prompts are equally long;
 - padded: as exact, half of the prompts are a quarter shorter;
-- ragged: responses end by chance, after ``--new-tokens`` / 4 tokens on average, so that rows leave the batch;
-- samples: as exact, every prompt has 8 samples and is read once.
+- ragged: responses end at random, after ``--new-tokens`` / 4 tokens on average, so that rows leave the batch;
+- samples: as exact, every prompt has 8 samples and one prefill.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What the groups of callbacks cost runs that are healthy: the held-out score of each group beside that of none.
+"""Effect of the callback groups on healthy runs: the held-out score of each group beside that of ``none``.
 
 Six runs: the quickstart (its critic is on the actor's trunk), a separate critic, GRPO, LoRA, another task, SmolLM2;
 each with ``callbacks=none``, ``default``, ``stability`` and ``paranoid``. A cell is one run with one group and one
-seed. Cells run one after the other, and each is written to the csv file as it ends; those there are not run again.
+seed. Cells run one after the other; each is written to the csv file when it ends, and cells in the file are skipped.
 
     python benchmarks/healthy.py --out healthy.csv                       # everything; hours on two cores
     python benchmarks/healthy.py --out healthy.csv --runs grpo --seeds 1 --groups none stability
@@ -36,7 +36,7 @@ COLUMNS = (
 )
 GROUPS = ("none", "default", "stability", "paranoid")
 SMALL = ("warmup=half_right", "iterations=40", "data.prompts_per_iteration=256")
-"""The quickstart's model and task, a third of its work; the runs below change one thing of it each."""
+"""The quickstart's model and task with a third of its work; each run below changes one thing."""
 RUNS: dict[str, tuple[str, ...]] = {
     "quickstart": (),
     "grpo": (
@@ -81,7 +81,7 @@ def run(name: str, group: str, seed: int, overrides: list[str]) -> dict[str, Any
 
 
 def read(path: Path) -> list[dict[str, str]]:
-    """The cells that are done."""
+    """The finished cells."""
     if not path.exists():
         return []
     with path.open(newline="", encoding="utf-8") as file:
@@ -89,7 +89,7 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 def append(path: Path, row: dict[str, Any]) -> None:
-    """Write one cell down."""
+    """Append one cell to the csv file."""
     fresh = not path.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", newline="", encoding="utf-8") as file:

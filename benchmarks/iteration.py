@@ -1,9 +1,9 @@
-"""One iteration against its floor: what the algorithm needs, and what the kit adds.
+"""One iteration against its floor, the work that the algorithm needs: the overhead of the kit.
 
 The floor is generation, the forward passes without gradient (old, reference, values), the forward and backward passes
-of every epoch, and the optimiser steps, each run bare on the same models with the same tensors. Iteration and floor
-alternate in one process; the medians' ratio is the cost of everything else: rewards, advantages, statistics, metrics,
-callbacks, Lightning.
+of every epoch, and the optimiser steps, run alone on the same models with the same tensors. Iteration and floor
+alternate in one process; the ratio of the medians is the cost of everything else: rewards, advantages, statistics,
+metrics, callbacks, Lightning.
 
     python benchmarks/iteration.py tiny        # vocab 512, hidden 128, 4 layers; 64 prompts of 32 tokens, 64 new
     python benchmarks/iteration.py smollm2     # SmolLM2-135M; 8 prompts of 64 tokens, 64 new
@@ -96,11 +96,11 @@ def make(name: str, shape: Shape, iterations: int, *, critic: str, micro_batch_t
 
 
 class Floor:
-    """The passes an iteration needs, bare, on copies of the module's models and with their own optimiser."""
+    """The passes that an iteration needs, alone, on copies of the module's models and with their own optimiser."""
 
     def __init__(self, module: PPOModule, name: str, shape: Shape, critic: str) -> None:
         self.shape, self.module = shape, module
-        # Any: here critic and reference are always there.
+        # Any: critic and reference are never None here.
         self.policy: Any = build_policy(load(name), critic=critic)  # type: ignore[arg-type]
         parts = [self.policy.actor, self.policy.critic]
         parameters = [p for part in parts if part is not None for p in part.parameters()]
@@ -165,7 +165,7 @@ def fit(module: PPOModule, data: FixedPrompts, watch: Callback, precision: str =
 
 def against_floor(name: str, repeats: int) -> None:
     shape = SHAPES[name]
-    # The whole minibatch in one pass on both sides: the floor knows no other way.
+    # The whole minibatch in one pass on both sides: the floor has no micro-batches.
     budget = shape.prompts * (shape.prompt_tokens + shape.new_tokens)
     module = make(name, shape, repeats + 1, critic="separate", micro_batch_tokens=budget)
     floor = Floor(module, name, shape, critic="separate")

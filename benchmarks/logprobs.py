@@ -2,11 +2,11 @@
 
     python benchmarks/logprobs.py
 
-Both versions get the same hidden states and output embedding. Time: the versions take turns, and the table shows
-medians of wall-clock seconds and their ratio. Memory: each version runs once in a process of its own; "extra" is by
-how much that process's peak resident memory (``ru_maxrss``) rises during the run, less the results and the gradients
+Both versions get the same hidden states and output embedding. Time: the versions alternate, and the table shows
+medians of wall-clock seconds and their ratio. Memory: each version runs once in its own process; "extra" is the rise
+of that process's peak resident memory (``ru_maxrss``) during the run, minus the results and the gradients
 of hidden states and embedding. Rows: log-probability alone, with the entropy as a metric, with the entropy's gradient.
-The ratios aimed at hold for the default sizes.
+The target ratios apply to the default sizes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MEMORY_LIMIT = 0.1
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the problem: ``batch x length`` tokens."""
+    """Sizes of the problem: ``batch x length`` tokens."""
 
     batch: int
     length: int
@@ -74,9 +74,9 @@ VERSIONS: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
 
 
 def make_inputs(sizes: Sizes) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, embedding and labels; the logits have a spread of about 1.
+    """Hidden states, embedding and labels; the logits have a standard deviation of about 1.
 
-    Made without temporary copies: memory that is free again before the run would hide what the run takes.
+    Made without temporary copies: memory freed before the run would hide memory that the run allocates.
     """
     torch.manual_seed(0)
     dtype = getattr(torch, sizes.dtype)
@@ -125,7 +125,7 @@ def measure_memory(sizes: Sizes) -> dict[tuple[str, str], float]:
 
 
 def measure_time(sizes: Sizes, repetitions: int) -> dict[tuple[str, str], float]:
-    """Median seconds of every version and mode; the versions alternate, after one run each that does not count."""
+    """Median seconds of every version and mode; the versions alternate, after one warm-up run each."""
     torch.set_num_threads(sizes.threads)
     inputs = make_inputs(sizes)
     results: dict[tuple[str, str], float] = {}
@@ -142,7 +142,7 @@ def measure_time(sizes: Sizes, repetitions: int) -> dict[tuple[str, str], float]
 
 
 def print_table(title: str, unit: str, results: dict[tuple[str, str], float], limits: dict[str, float]) -> None:
-    """One row per mode: both versions, their ratio, and the ratio aimed at."""
+    """One row per mode: both versions, their ratio, and the target ratio."""
     print(f"\n{title:<28}{'straightforward':>18}{'chunked':>12}{'ratio':>10}{'aim':>10}")
     for mode in MODES:
         plain, ours = results["straightforward", mode], results["chunked", mode]

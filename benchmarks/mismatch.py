@@ -1,7 +1,7 @@
-"""Does the gap between engine and trainer hurt, and does correction help? The quickstart on engines that are off.
+"""Does a gap between engine and trainer hurt, and does correction help? The quickstart on engines with a gap.
 
-Every combination of engine, preset and seed is one ``lightning-rlhf train`` in a process of its own; a run whose folder
-is complete is not repeated. What comes out: ``runs.csv`` (a row per iteration), ``summary.csv`` (a row per run) and
+Every combination of engine, preset and seed is one ``lightning-rlhf train`` in its own process; a run whose folder
+is complete is not repeated. Results: ``runs.csv`` (a row per iteration), ``summary.csv`` (a row per run) and
 ``mismatch.png`` (reward and KL(engine || trainer) against iterations, held-out scores before and after).
 
     python -m benchmarks.mismatch --engines perturbed                      # any machine, minutes per run
@@ -46,7 +46,7 @@ UNCORRECTED = "monitor"
 class PerturbedEngine(HFEngine):
     """Samples from weights ``w (1 + noise * g)`` with standard normal ``g``, the same in every iteration.
 
-    The trained weights are as they were, bit for bit, when :meth:`generate` returns. Greedy evaluation is left alone.
+    When :meth:`generate` returns, the trained weights are unchanged, bit for bit. Greedy evaluation has no noise.
 
     Args:
         noise: relative size.
@@ -83,7 +83,7 @@ class PerturbedEngine(HFEngine):
 
 
 def engine_overrides(engine: str, noise: float) -> list[str]:
-    """Overrides that bring an engine."""
+    """Overrides that select an engine."""
     return {
         "exact": [],
         "perturbed": ["rollout._target_=benchmarks.mismatch.PerturbedEngine", f"+rollout.noise={noise}"],
@@ -99,7 +99,7 @@ def run(folder: Path, engine: str, preset: str, seed: int, arguments: argparse.N
 
 
 def launch(folder: Path, seed: int, arguments: argparse.Namespace, overrides: list[str]) -> None:
-    """``lightning-rlhf train`` in a process of its own, unless the folder says that it is done."""
+    """``lightning-rlhf train`` in its own process, unless the folder says that it is done."""
     if (folder / "done").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -136,7 +136,7 @@ def read(folder: Path) -> tuple[list[dict[str, float]], list[float]]:
 
 
 def records(folder: Path) -> list[dict[str, float]]:
-    """Everything a run logged, a record per iteration or evaluation."""
+    """All metrics that a run logged, one record per iteration or evaluation."""
     with (folder / "metrics" / "metrics.csv").open(encoding="utf-8") as file:
         return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
 
@@ -152,7 +152,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
 def summarise(
     engine: str, preset: str, seed: int, rows: list[dict[str, float]], held_out: list[float]
 ) -> dict[str, Any]:
-    """Reward over the last tenth of the run, its best moving average before, and the gap."""
+    """Mean reward of the run's last tenth, its best earlier moving average, and the gap between engine and trainer."""
     window = max(1, len(rows) // 10)
     rewards = [row["reward"] for row in rows]
     averages = [sum(rewards[i : i + window]) / window for i in range(len(rewards) - window + 1)]

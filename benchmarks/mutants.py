@@ -4,19 +4,19 @@
     python benchmarks/mutants.py --out mutants.csv --modules functional/kl.py callbacks --samples 20 --seed 2
     python benchmarks/mutants.py --out mutants.csv --again               # survivors once more, after new tests
     python benchmarks/mutants.py --out mutants.csv --table               # figures of each module, no run
-    python benchmarks/mutants.py --out mutants.csv --survivors           # what no test noticed, no run
+    python benchmarks/mutants.py --out mutants.csv --survivors           # mutants that no test noticed, no run
 
-A mutant is killed if a test fails (or the tests take ten times as long), and survives if all pass. ``--samples`` are
-drawn from all mutants of a module by ``--seed``. They run one after the other, and each is written to the csv file as
-it ends; those there are not run again, so the script can be stopped at any time. ``--again`` adds a row and leaves the
-earlier one; ``--table`` counts first and last ones.
+A mutant is killed if a test fails (or the tests take ten times as long), else it survives. ``--samples`` mutants
+of a module are drawn by ``--seed``. They run one after the other; each is written to the csv file when it ends, and
+mutants in the file are skipped, so the script can be stopped at any time. ``--again`` adds a row and keeps the
+earlier one; ``--table`` counts first and last rows.
 
-Tests of a module are the files in :data:`TESTS`, without ``slow`` ones and without single tests over ``--longest``
-seconds. Libraries are imported once; every mutant gets a fork of that process. Tests that start processes of their own
-see the unchanged module there.
+Tests of a module are the files in :data:`TESTS`, without ``slow`` tests and without tests over ``--longest``
+seconds. Libraries are imported once; every mutant gets a fork of that process. Processes that a test starts itself
+have the unchanged module.
 
-A surviving mutant is no fault by itself: some are equivalent (``<`` or ``<=`` of numbers that are never equal), some
-change a text, a default that every caller gives, or how fast something is.
+A surviving mutant is not a fault by itself: some are equivalent (``<`` or ``<=`` of numbers that are never equal), some
+change a text, a default that every caller overrides, or only the speed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 OWN = ("lightning_rlhf", "tests", "test_", "conftest", "pytest", "_pytest", "hypothesis", "xdist", "__main__")
-"""What begins so is imported anew by each fork: the changed module may be in it, or it belongs to one run of pytest."""
+"""Modules with these prefixes are imported anew by each fork: they may use the changed module, or are pytest's."""
 COLUMNS = ("module", "line", "mutant", "outcome", "test", "seconds")
 
 BOUNDS = "tests/callbacks/test_bounds.py"
@@ -95,7 +95,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         }.items()
     },
 }
-"""Modules below ``lightning_rlhf/`` and the test files that belong to each."""
+"""Modules below ``lightning_rlhf/`` and their test files."""
 
 
 # --- mutants ---------------------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ UNSEEN = (ast.JoinedStr, ast.Raise, ast.Assert, ast.Import, ast.ImportFrom)
 
 
 def places(node: ast.AST) -> Iterator[ast.AST]:
-    """Nodes that run, in order of the source: neither annotations nor texts."""
+    """Nodes that are executed, in source order, without annotations and strings."""
     if isinstance(node, UNSEEN):
         return
     yield node
@@ -132,7 +132,7 @@ def places(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
-    """Every other node that may stand in the place of this one, with what kind of change it is."""
+    """Every node that may replace this one, with the kind of change."""
     if isinstance(node, ast.Compare):
         for i, operator in enumerate(node.ops):
             operators: list[Any] = list(node.ops)
@@ -176,19 +176,19 @@ def _is_none(node: ast.expr) -> bool:
 
 
 def _is_dimension(node: ast.UnaryOp) -> bool:
-    """``-1``, the last dimension: of two, it is 1 as well. The constant in it makes a mutant of its own."""
+    """``-1``, the last dimension, which of two is 1 as well. The constant in it makes its own mutant."""
     return isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant) and node.operand.value == 1
 
 
 def _is_type(node: ast.AST) -> bool:
-    """``str | None`` outside an annotation, or ``{...} | {...}`` of dictionaries, where ``&`` only fails."""
+    """``str | None`` outside an annotation, or ``{...} | {...}`` of dictionaries, for which ``&`` always fails."""
     return isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr) and (
         _is_none(node.right) or isinstance(node.right, (ast.Dict, ast.DictComp))
     )  # fmt: skip
 
 
 def mutants(source: str) -> dict[str, tuple[int, ast.Module]]:
-    """Every mutant of a module by what it changes, and its line; the tree is made when it is asked for."""
+    """Every mutant of a module by its description, with line and changed tree."""
     tree = ast.parse(source)
     found: dict[str, tuple[int, ast.Module]] = {}
     for node in list(places(tree)):
@@ -215,7 +215,7 @@ class _Exchange(ast.NodeTransformer):
 
 
 def _shallow(node: ast.AST) -> ast.AST:
-    """A copy with lists of its own, so that the tree it came from stays as it is."""
+    """A copy with its own lists, so that the original tree does not change."""
     new = copy.copy(node)
     for name, value in ast.iter_fields(node):
         if isinstance(value, list):
@@ -242,7 +242,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds one module's changed tree before its file is found."""
+    """Finds one module's changed tree instead of its file."""
 
     def __init__(self, name: str, path: Path, tree: ast.Module) -> None:
         self.name, self.path, self.tree = name, path, tree
@@ -255,7 +255,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Order:
-    """Pytest plugin: the fastest tests first and those over a limit not at all, by the times of an earlier run."""
+    """Pytest plugin: runs the fastest tests first and none over a limit, by the times of an earlier run."""
 
     def __init__(self, seconds: dict[str, float] | None, longest: float) -> None:
         self.seconds, self.longest = seconds, longest
@@ -288,7 +288,7 @@ def forked(
     longest: float,
     limit: float,
 ) -> tuple[str, str, dict[str, float]]:
-    """Run the tests in a fork, with the module changed or as it is: outcome, first test that failed, times."""
+    """Run the tests in a fork, with the module changed or not; returns outcome, first failed test, times."""
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer"
         child = os.fork()
@@ -297,21 +297,21 @@ def forked(
                 os.setsid()
                 _in_child(name, tree, tests, _Order(seconds, longest), answer)
             finally:
-                os._exit(3)  # no clean-up of what belongs to the parent
+                os._exit(3)  # no clean-up of the parent's resources
         if not _ended(child, limit):
             return "killed", "too slow", {}
         if not answer.is_file():
             return "killed", "the process died", {}
         code, failed, libraries, *times = answer.read_text(encoding="utf-8").splitlines()
         for library in libraries.split() if tree is None else ():
-            with contextlib.suppress(Exception):  # whatever cannot be imported here is imported by the fork
+            with contextlib.suppress(Exception):  # modules that cannot be imported here are imported by the fork
                 importlib.import_module(library)
         measured = {nodeid: float(took) for took, _, nodeid in (line.partition(" ") for line in times)}
         return ("survived" if code == "0" else "killed"), failed, measured
 
 
 def _ended(child: int, limit: float) -> bool:
-    """Wait for a fork; one that takes longer, or is waited for no more (Ctrl-C), is ended with all it started."""
+    """Wait for a fork; after the limit, or on Ctrl-C, it is killed with all processes it started."""
     began, ended = time.monotonic(), False
     try:
         while time.monotonic() - began < limit and not ended:
@@ -344,7 +344,7 @@ def path_of(name: str) -> Path:
 
 
 def run(module: str, chosen: list[str], out: Path, *, longest: float) -> None:
-    """The mutants of a module that are named, one after the other."""
+    """Run the chosen mutants of a module, one after the other."""
     name = "lightning_rlhf." + module.removesuffix(".py").replace("/", ".")
     found = mutants(path_of(name).read_text(encoding="utf-8"))
     chosen = [mutant for mutant in chosen if mutant in found]
@@ -387,7 +387,7 @@ def rows(out: Path) -> list[dict[str, str]]:
 
 
 def table(found: list[dict[str, str]]) -> None:
-    """Killed and all mutants of each module, at first and after the last look at each."""
+    """Killed and all mutants of each module, by the first and by the last run of each mutant."""
     first: dict[tuple[str, str], str] = {}
     last: dict[tuple[str, str], str] = {}
     for row in found:

@@ -1,11 +1,11 @@
-"""vLLM in the training process against the embedded engine: generation, and what sending the weights costs.
+"""vLLM in the training process against the embedded engine: generation, and the cost of sending the weights.
 
     python -m benchmarks.rollout                    # SmolLM2-135M; 32 prompts of 64 tokens, 64 new
     python -m benchmarks.rollout --model tiny       # hidden 128, 4 layers: seconds
     python -m benchmarks.rollout --dtype bfloat16   # vLLM in bfloat16, the trainer in float32
 
-Both engines draw exactly ``--new-tokens`` tokens for each prompt from the same weights, in turn, in one process.
-Medians of wall-clock seconds after a first round that warms up. Then a transfer of all weights, alone and as a share
+Both engines sample exactly ``--new-tokens`` tokens for each prompt from the same weights, in turn, in one process.
+Medians of wall-clock seconds after a warm-up round. Then the transfer of all weights is timed, alone and as a share
 of whole PPO iterations (shared critic, one epoch, two minibatches) with vLLM as engine.
 """
 

@@ -1,12 +1,12 @@
 """A run that collapses, with and without the stability callbacks.
 
 ``experiment=runaway`` is the quickstart's task with hostile settings. Each seed is run with ``callbacks=none`` and with
-``callbacks=stability``; the mean score of every iteration goes into a csv file and a picture.
+``callbacks=stability``; the mean score of every iteration is written to a csv file and a figure.
 
     python benchmarks/runaway.py                          # three seeds, both groups; some minutes on two cores
     python benchmarks/runaway.py --seeds 1 --iterations 10 --callbacks stability
 
-A run's start is its mean score before any update, its end the mean over the last five iterations.
+A run's start is its mean score before any update, its end is the mean over the last five iterations.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LAST = 5
 
 
 class Curve(Callback):
-    """One row of numbers per iteration."""
+    """Collects one row of metrics per iteration."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []

@@ -20,9 +20,9 @@ from lightning_rlhf.settings import SettingError
 
 Mode = Literal["pid", "doubling", "proportional"]
 RISING = 0.03
-"""Relative growth of the average in an iteration that counts as being on its way up."""
+"""Growth of the average KL per iteration, as a share, from which on it counts as still rising."""
 LARGEST_ERROR = math.log(20.0)
-"""The controller's error is bounded to +- this: one absurd reading must not throw the coefficient across its range."""
+"""The controller's error is clamped to +- this, so that one outlier cannot move the coefficient across its range."""
 
 
 class AdaptiveKL(RLHFCallback):
@@ -32,19 +32,19 @@ class AdaptiveKL(RLHFCallback):
     moving average. Output stays within ``minimum`` and ``maximum``; a start value outside is moved to the nearer one.
 
     ``pid``
-        ``log beta = log beta_0 + kp e + ki sum(e) + kd (e - e')`` with ``e = log(average / target)``. Logarithms, since
-        both quantities are positive and a KL ten times too high and ten times too low are the same error. Errors are
-        summed up only as far as they bring beta to its bound, and not while the KL is still rising to the target, as
-        that of every new policy does (anti-windup by conditional integration).
+        ``log beta = log beta_0 + kp e + ki sum(e) + kd (e - e')`` with ``e = log(average / target)``. In logarithms a
+        KL ten times too high and one ten times too low are errors of the same size. The sum of errors stops where it
+        brings beta to its bound, and while the KL is still rising to the target, as that of every new policy does
+        (anti-windup by conditional integration).
     ``doubling``
-        Twice the coefficient where the average is over 1.5 x target, half of it where it is under target / 1.5. After a
-        change the average starts anew and nothing more happens for ``1 / (1 - smoothing)`` iterations: one high reading
-        that lingers in an average would double the coefficient every time it is looked at.
+        Doubles the coefficient if the average is over 1.5 x target, halves it if under target / 1.5. After a
+        change the average is reset and the coefficient stays for ``1 / (1 - smoothing)`` iterations: otherwise one high
+        value would stay in the average and double the coefficient in every iteration.
     ``proportional``
         The controller of Ziegler et al. 2019 (arXiv 1909.08593) on the KL itself, relative error clipped to +-0.2.
 
-    It steers to a number that you know, whatever the score does. A run that should only be held when it falls over
-    wants :class:`KLGuard` without a target instead. An iteration in which no KL was measured (every token rejected)
+    It steers to a KL that you choose, whatever the score does. To brake a run only when it collapses, use
+    :class:`KLGuard` without a target instead. An iteration in which no KL was measured (every token rejected)
     changes neither coefficient nor state.
 
     Args:
@@ -55,8 +55,8 @@ class AdaptiveKL(RLHFCallback):
         minimum, maximum: bounds of the coefficient.
         horizon: ``proportional``: sequences over which a relative error of 1 would change the coefficient by its own
             size.
-        figure_every: iterations between two drawings of ``figures/adaptive_kl.png``, KL and coefficient one above the
-            other; the last is drawn at the end. ``None``: no figure.
+        figure_every: iterations between two drawings of ``figures/adaptive_kl.png`` (KL above, coefficient below); it
+            is drawn at the end of the run as well. ``None``: no figure.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class AdaptiveKL(RLHFCallback):
     # --- controller ----------------------------------------------------------------------------------------------
 
     def next_coefficient(self, beta: float, kl: float, sequences: int) -> float:
-        """The coefficient after an iteration whose samples had this KL; moves the controller's state.
+        """The coefficient after an iteration whose samples had this KL; updates the controller's state.
 
         Args:
             beta: coefficient in force.
@@ -117,20 +117,20 @@ class AdaptiveKL(RLHFCallback):
     def _pid(self, beta: float, past: float | None) -> float:
         if self.origin is None:
             self.origin = math.log(beta)
-        # An estimate of the KL may be 0 or negative; the bound of the error stands in for its logarithm.
+        # An estimate of the KL may be 0 or negative and has no logarithm then; the error is at its lower bound.
         ratio = max(self._average() / self.target, math.exp(-LARGEST_ERROR))
         error = min(math.log(ratio), LARGEST_ERROR)
         slope = 0.0 if self.error is None else error - self.error
         self.error = error
         base = self.origin + self.kp * error + self.kd * slope
-        # A new policy has a KL of 0 whatever the coefficient: on its way up the KL says nothing of it.
+        # A new policy has a KL of 0 whatever the coefficient: while it rises, the coefficient has no effect to see.
         rising = past is None or self._average() > (1 + RISING) * past
         if error >= 0 or not rising:
             self.integral = self._integrate(base, error)
         return math.exp(min(base + self.ki * self.integral, math.log(self.maximum)))
 
     def _integrate(self, base: float, error: float) -> float:
-        """The sum of errors after this one: only as much of it as brings the output ``base + ki sum`` to its bound."""
+        """The sum of errors with this one added, but at most what brings the output ``base + ki sum`` to its bound."""
         full = self.integral + error
         bound = math.log(self.maximum if error > 0 else self.minimum)
         pushes_out = (base + self.ki * full - bound) * error > 0
@@ -206,12 +206,12 @@ class AdaptiveKL(RLHFCallback):
 
 
 def draw(history: list[list[float]], target: float, path: Path) -> None:
-    """KL and coefficient over the iterations, one above the other, as a picture.
+    """Draw KL and coefficient over the iterations, one above the other.
 
     Args:
         history: iteration, KL in nats per token, and coefficient of each iteration.
         target: the KL aimed at, as a line.
-        path: file to write; its ending decides the format.
+        path: file to write; its suffix decides the format.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""Do not train on a batch that has nothing to say."""
+"""Do not train on a batch without a learning signal."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from lightning_rlhf.experience import Experience
 from lightning_rlhf.module import ActorCriticModule
 
 MEMORY = 50
-"""Batches that the usual size is taken from."""
+"""Number of recent batches whose median is the usual mean |advantage|."""
 
 
 class AdvantageVanish(RLHFCallback):
-    """Skips the update of a batch whose advantages are all close to 0: only noise would be learnt from it.
+    """Skips the update of a batch whose advantages are all close to 0: the policy would learn only noise from it.
 
-    Judged on ``advantage/raw_abs_mean``, **before** whitening, which brings noise to the size of a signal. Rewards that
-    are z-scored (``module.reward_processing.normalise``) and groups that are divided by their deviation have unit size
-    by construction; there the mean falls under the threshold only where (nearly) all scores are equal.
+    Decides by ``advantage/raw_abs_mean``, **before** whitening, which scales noise to the size of a signal. Z-scored
+    rewards (``module.reward_processing.normalise``) and groups divided by their deviation have unit size by
+    construction; there the mean falls below the threshold only if (nearly) all scores are equal.
 
-    A batch without a valid token says nothing about the signal, and changes nothing.
+    A batch without a valid token is ignored.
 
     Args:
         threshold: of the mean |advantage|.
-        relative: the threshold is a share of the median of the last :data:`MEMORY` batches that were trained on,
-            so that a reward of any size is judged alike; otherwise it is in the unit of the reward.
+        relative: the threshold is a share of the median over the last :data:`MEMORY` batches that were trained on,
+            and so independent of the reward's scale; otherwise it is in the unit of the reward.
     """
 
     def __init__(self, threshold: float = 0.01, relative: bool = True) -> None:

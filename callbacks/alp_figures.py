@@ -26,12 +26,12 @@ HEALTHY = "bottom > middle > top"
 class ALPFigures(RLHFCallback):
     """Writes ``figures/alp_sigma_000010.png`` and ``figures/alp_ratio_000010.png`` below the run's folder.
 
-    The first shows sigma by layer and iteration, as a heat map and as lines, and whether it has the pattern that is
-    thought healthy: largest at the bottom, smallest at the top. The second shows P2 and P98 of log(trainer / engine) by
-    token probability at the last comparison (``module.alp.compare_every``). Loggers that take files get both.
+    The first shows sigma by layer and iteration, as a heat map and as lines, and whether it has the pattern regarded
+    as healthy: largest at the bottom, smallest at the top. The second shows P2 and P98 of log(trainer / engine) by
+    token probability at the last comparison (``module.alp.compare_every``). Loggers that accept files get both.
 
     Args:
-        every_n_iterations: how often; the figures of the last iteration are drawn as well.
+        every_n_iterations: iterations between two figures; the last iteration is drawn as well.
 
     Raises:
         ValueError: ``every_n_iterations`` is not a whole number >= 1.
@@ -44,7 +44,7 @@ class ALPFigures(RLHFCallback):
         self.iterations: list[int] = []
         self.layers: list[int] = []
         self.sigmas: list[list[float]] = []
-        """A row per iteration, a column per layer."""
+        """Sigmas: a row per iteration, a column per layer."""
 
     def on_train_start(self, trainer: Trainer, module: ActorCriticModule) -> None:  # type: ignore[override]
         if not getattr(module, "sigma_by_layer", dict)():
@@ -109,7 +109,7 @@ def sigma_figure(iterations: Sequence[int], layers: Sequence[int], sigmas: Seque
     figure.colorbar(image, ax=left, label="sigma")
     left.set(xlabel="iteration", ylabel="layer (0 is the bottom)", title="sigma by layer")
     for layer, row in zip(layers, rows, strict=True):
-        # From dark at the bottom to light at the top, as in the heat map's axis.
+        # From dark for the bottom layer to light for the top, in the order of the heat map's axis.
         shade = 0.85 * (layer - layers[0]) / max(layers[-1] - layers[0], 1)
         right.plot(
             iterations, row, color=str(shade), label=f"layer {layer}" if layer in (layers[0], layers[-1]) else None

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 class RLHFCallback(Callback):
-    """A callback that is told about rollouts, PPO epochs and minibatches, and may decide through ``module.control``.
+    """A callback with events for rollouts, PPO epochs and minibatches, which may decide through ``module.control``.
 
     Override what you need. Every ``stats`` object holds numbers already reduced over all ranks, so a decision taken
     on them is the same everywhere. A callback sees the module through events and ``module.control`` only.
 
-    What was not measured is NaN: an iteration whose tokens were all rejected has no KL, a run without a reference none
-    at all. ``nan > limit`` is false, so a limit does not act on it; what you average, count or compare with ``<`` asks
-    ``math.isfinite`` first and waits. What you remember goes into ``state_dict``; ``template.py`` shows both.
+    A number that was not measured is NaN: an iteration whose tokens were all rejected has no KL, nor has a run without
+    reference. ``nan > limit`` is false, so a limit does not act on NaN; before averaging, counting or comparing with
+    ``<`` test ``math.isfinite`` and skip NaN. Keep your state in ``state_dict``; ``template.py`` shows both.
 
     Example:
         >>> class StopWhenSolved(RLHFCallback):
@@ -38,23 +38,23 @@ class RLHFCallback(Callback):
     rollback_scopes: frozenset[Scope] = frozenset()
     """Scopes this callback may roll back to, see :data:`lightning_rlhf.control.SCOPES`.
 
-    ``minibatch`` and ``iteration`` cost a copy of the trained weights and the optimiser's state each, ``actor`` one of
-    the actor's weights. Asked at the start of every update; nothing is copied for a scope that nobody announces.
+    ``minibatch`` and ``iteration`` each cost a copy of the trained weights and the optimiser's state, ``actor`` a copy
+    of the actor's weights. Read at the start of every update; no copy is made for a scope that no callback declares.
     """
 
     def on_rollout_start(self, trainer: Trainer, module: ActorCriticModule, prompts: PromptBatch) -> None:
-        """Prompts were drawn; nothing is generated yet."""
+        """The prompts of the batch are known; generation has not begun."""
 
     def on_rollout_end(self, trainer: Trainer, module: ActorCriticModule, rollout: Rollout) -> None:
-        """The engine has answered; nothing is scored yet."""
+        """The responses are generated; scoring has not begun."""
 
     def on_experience_scored(self, trainer: Trainer, module: ActorCriticModule, experience: Experience) -> None:
-        """Scores, log-probabilities and values are there, advantages are not; ``experience.reward_override`` acts."""
+        """Scores, log-probabilities, values are computed, advantages not. Set ``experience.reward_override`` here."""
 
     def on_experience_ready(
         self, trainer: Trainer, module: ActorCriticModule, experience: Experience, stats: ExperienceStats
     ) -> None:
-        """Scores, log-probabilities, values and advantages are there; no update has begun.
+        """Scores, log-probabilities, values and advantages are computed; no update has begun.
 
         ``stop_epochs`` leaves the batch out; ``rollback(to="actor")`` undoes the update of the iteration before.
         """
@@ -66,7 +66,7 @@ class RLHFCallback(Callback):
         """Before the forward pass of one minibatch."""
 
     def on_before_step(self, trainer: Trainer, module: ActorCriticModule, stats: MinibatchStats) -> None:
-        """Gradients and their norms are there (not yet clipped), the step is not taken. ``skip_step`` acts here."""
+        """Gradients and their norms are computed (not clipped), the step is not taken yet. ``skip_step`` acts here."""
 
     def on_minibatch_end(self, trainer: Trainer, module: ActorCriticModule, stats: MinibatchStats) -> None:
         """The step was taken or skipped. ``rollback`` and ``stop_epochs`` act here."""
@@ -75,7 +75,7 @@ class RLHFCallback(Callback):
         """One pass over the experience ended; ``stop_epochs`` makes it the batch's last, ``rollback`` undoes it."""
 
     def on_update_end(self, trainer: Trainer, module: ActorCriticModule, stats: UpdateStats) -> None:
-        """All epochs of this iteration ended; the engine does not have the new weights yet."""
+        """All epochs of this iteration have ended; the engine does not have the new weights yet."""
 
 
 def needs_reference(module: LightningModule, callback: str) -> None:

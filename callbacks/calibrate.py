@@ -1,4 +1,4 @@
-"""Does the engine draw from the policy that is trained? Both sides score the same tokens."""
+"""Check that the engine samples from the policy that is trained: both score the same tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_rlhf.module import ActorCriticModule
 log = logging.getLogger(__name__)
 
 LIMITS = {"float32": 1e-3, "low precision": 0.1, "rounded weights": 0.5}
-"""Mean |difference of log-probabilities| in nats per token that the coarser of the two sides explains."""
+"""Mean |difference of log-probabilities| in nats per token that the coarser precision of the two sides explains."""
 
 
 class CalibrationError(RuntimeError):
@@ -27,22 +27,22 @@ class CalibrationError(RuntimeError):
 
 
 class Calibrate(RLHFCallback):
-    """Probes the engine before the first rollout of a fit and every ``every`` iterations, and ends a run that is wrong.
+    """Probes the engine before the first rollout of a fit and every ``every`` iterations; a gap too large ends the run.
 
-    The engine answers some prompts of the iteration at hand, the trainer scores the very same tokens under the same
-    temperature. The weights are the same at that moment, so what remains is rounding. A gap beyond it means that
-    weights were not sent, or that the two sides do not mean the same by temperature, template or log-probability.
+    The engine answers some prompts of the current iteration, the trainer scores the same tokens at the same
+    temperature. Both have the same weights at that moment, so only rounding may differ. A larger gap means that
+    weights were not sent, or that temperature, template or log-probability are not the same on both sides.
 
-    The probe draws from the rows' own seeds and moves no clock, so a run with it equals one without.
+    The probe samples with the rows' own seeds and changes no counter, so a run with it equals one without.
 
     Args:
         prompts: how many prompts of the iteration, each answered once.
         tokens: longest answer; the gap does not grow with length, the cost does.
         every: iterations between two probes.
-        limit: largest mean |log-probability difference| in nats per token. ``None``: 1e-3 where engine and trainer
-            compute in float32, 0.1 where one of them is in a lower precision, 0.5 where the engine's weights are
+        limit: largest mean |log-probability difference| in nats per token. ``None``: 1e-3 if engine and trainer
+            compute in float32, 0.1 if one of them has a lower precision, 0.5 if the engine's weights are
             rounded (``rollout.quantization``, ``rollout.weight_bits``). With ``rollout.top_k`` or ``rollout.top_p`` set
-            the log-probabilities differ by the mass that was cut off, so ``None`` then reports and does not judge.
+            the log-probabilities differ by the mass cut off, so with ``None`` the callback only reports.
     """
 
     def __init__(self, prompts: int = 16, tokens: int = 32, every: int = 20, limit: float | None = None) -> None:
@@ -63,7 +63,7 @@ class Calibrate(RLHFCallback):
         if scheduled:  # a resumed run probes once more, but logs what an uninterrupted one logs
             for name, value in numbers.items():
                 module.control.report(name, value)
-        if numbers:  # none: not one token was generated, and the next iteration probes again
+        if numbers:  # empty: no token was generated, and the next iteration probes again
             self._judge(numbers, module)
             self._first = False
 
@@ -81,7 +81,7 @@ class Calibrate(RLHFCallback):
         kind = coarsest(module)
         limit = LIMITS[kind] if self.limit is None else self.limit
         gap = numbers["calibrate/logprob_abs_diff_mean"]
-        if not gap <= limit:  # NaN too: a log-probability that is no number is no agreement
+        if not gap <= limit:  # also true for NaN: a log-probability that is not a number is a disagreement
             raise CalibrationError(
                 f"iteration {module.control.iteration}: rollout engine and trainer disagree. The mean |log-probability "
                 f"difference| of the sampled tokens is {gap:.3g} nats, over the limit of {limit:g} ({kind}; "
@@ -94,7 +94,7 @@ class Calibrate(RLHFCallback):
 
 
 def compare(train_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
-    """How far two log-probabilities of the same tokens are apart, over all valid tokens of all ranks.
+    """Differences between two log-probabilities of the same tokens, over all valid tokens of all ranks.
 
     Args:
         train_logprobs: ``[B, R]`` of the trainer.
@@ -102,12 +102,12 @@ def compare(train_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> d
         mask: ``[B, R]`` bool, generated tokens.
 
     Returns:
-        The numbers by name; none where no rank has a token, as nothing was measured then.
+        The numbers by metric name; empty if no rank has a token, as nothing was measured then.
 
     Raises:
         CalibrationError: there are tokens, and the engine reports a finite log-probability for none of them.
     """
-    finite = mask & rollout_logprobs.isfinite()  # else there is nothing to compare
+    finite = mask & rollout_logprobs.isfinite()  # other tokens cannot be compared
     generated, comparable = all_reduce_sum(torch.stack([mask.sum(), finite.sum()])).tolist()
     if not generated:
         return {}

@@ -1,4 +1,4 @@
-"""Settings of callbacks that cannot work are refused when the callback is built."""
+"""Callbacks refuse invalid settings when they are built."""
 
 from __future__ import annotations
 

@@ -11,13 +11,13 @@ from lightning_rlhf.module import ActorCriticModule
 
 
 class ClipFractionBreak(RLHFCallback):
-    """Where the clipped branch is taken for most tokens, further passes have little gradient left to follow.
+    """Ends the epochs when most tokens are clipped: clipped tokens have no gradient, so further passes learn little.
 
-    Judged on ``ppo/clip_fraction``, the share of valid tokens of all ranks where the clip acts.
+    Decides by ``ppo/clip_fraction``, the share of valid tokens of all ranks where the clip acts.
 
     Args:
         limit: an epoch that ends above it is the last one for this batch.
-        per_minibatch: judge every minibatch as well, **before** its step: the step is skipped and the epochs end.
+        per_minibatch: check every minibatch as well, **before** its step: the step is skipped and the epochs end.
     """
 
     def __init__(self, limit: float = 0.5, per_minibatch: bool = False) -> None:

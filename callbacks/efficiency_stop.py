@@ -17,18 +17,18 @@ from lightning_rlhf.module import ActorCriticModule
 class EfficiencyStop(RLHFCallback):
     """Ends training once the reward no longer rises and the policy no longer moves.
 
-    The means over the last ``window`` iterations are compared with those over the ``window`` before: the score must
-    have risen by at most ``min_improvement`` and the KL to the reference have changed by at most ``kl_tolerance``.
-    A policy that still moves keeps the run alive, whatever the score does. An iteration in which one of the two was not
+    The means over the last ``window`` iterations are compared with those over the ``window`` before: the run ends if
+    the score has risen by at most ``min_improvement`` and the KL to the reference changed by at most ``kl_tolerance``.
+    While the policy still moves the run goes on, whatever the score does. An iteration in which score or KL was not
     measured is not counted.
 
     Args:
         window: iterations.
-        min_improvement: a rise of ``reward/mean`` up to this is none.
-        kl_tolerance: a change of ``kl/ref`` up to this is none.
-        relative: the first is a share of what the score has gained since the run began, the second of the KL itself, so
-            that a slow run with small steps is not taken for one that has converged; otherwise they are in the units
-            of the score and in nats per token.
+        min_improvement: a rise of ``reward/mean`` up to this counts as none.
+        kl_tolerance: a change of ``kl/ref`` up to this counts as none.
+        relative: ``min_improvement`` is a share of the score's gain since the run began, ``kl_tolerance`` a share of
+            the KL, so that a slow run with small steps is not taken for a converged one; otherwise they are in the
+            unit of the score and in nats per token.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class EfficiencyStop(RLHFCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.scores, self.kls = list(state_dict["scores"]), list(state_dict["kls"])
-        self.start = state_dict.get("start", self.start)  # earlier releases kept none
+        self.start = state_dict.get("start", self.start)  # absent in checkpoints of earlier releases
 
 
 def _mean(values: list[float]) -> float:

@@ -14,7 +14,7 @@ from lightning_rlhf.module import ActorCriticModule
 
 
 class GradientMonitor(RLHFCallback):
-    """Moving averages of the norms before clipping, advice, and an end to runs whose gradients are broken.
+    """Averages the gradient norms before clipping, gives advice, and ends runs whose gradients stay non-finite.
 
     Steps with a non-finite loss or gradient are always skipped by the update itself; this callback ends the run
     when that happens ``max_nonfinite`` times in a row. Logged as ``grad_norm/<group>_average`` and
@@ -25,7 +25,7 @@ class GradientMonitor(RLHFCallback):
         max_nonfinite: steps in a row that may be skipped before training stops.
         warn_clipped: warn when this share of recent steps was clipped: lower the learning rate, or look at the
             value targets.
-        warn_far_below: warn when the average norm is under this share of the limit: the learning rate may be low.
+        warn_far_below: warn when the average norm is below this share of the limit: the learning rate may be low.
     """
 
     def __init__(

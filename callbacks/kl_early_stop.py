@@ -14,17 +14,17 @@ from lightning_rlhf.module import ActorCriticModule
 
 
 class KLEarlyStop(RLHFCallback):
-    """Brakes on KL, judged on numbers reduced over all ranks.
+    """Brakes on KL, by numbers reduced over all ranks.
 
     Two KLs, two limits: ``target`` bounds KL(old || current), how far one batch may move the policy; ``hard_limit``
     bounds KL(current || reference), how far the whole run may.
 
     Args:
         target: nats per token. An epoch that ends above it is the last one for this batch.
-        per_minibatch: judge every minibatch as well, by both limits and **before** its step: the step is skipped and
+        per_minibatch: check every minibatch as well, by both limits and **before** its step: the step is skipped and
             the epochs end.
         hard_limit: nats per token against the reference; above it the epochs end. ``None``: off.
-        rollback: at ``hard_limit`` also return to the weights and optimiser state before this batch; costs one copy
+        rollback: at ``hard_limit`` also restore weights and optimiser state from before this batch; costs one copy
             of both.
         patience: the run has failed after this many iterations in a row whose last epoch was over 1.5 x ``target``.
             ``None``: never. An iteration without a minibatch is not counted.
@@ -57,8 +57,8 @@ class KLEarlyStop(RLHFCallback):
             reason = f"kl/old {stats.kl_old:.4f} over target {self.target} in {where}"
             module.control.skip_step(reason)
             module.control.stop_epochs(reason)
-        # Before the first step the policy is the one that sampled: there is nothing to undo, and the limit was passed
-        # by an earlier update. Skipping here would leave the run over the limit for good.
+        # Before the first step the policy is still the one that sampled: an earlier update exceeded the limit, and
+        # there is nothing to undo. Skipping the step would keep the run over the limit for ever.
         if (stats.epoch, stats.minibatch) != (0, 0) and self._over_hard_limit(module, stats.kl_ref, where):
             module.control.skip_step(f"kl/ref {stats.kl_ref:.4f} over hard limit {self.hard_limit} in {where}")
 

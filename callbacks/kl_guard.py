@@ -18,11 +18,11 @@ from lightning_rlhf.settings import SettingError
 
 
 class KLGuard(RLHFCallback):
-    """Brakes where the policy runs from the reference, softly first, then hard.
+    """Brakes a policy that moves too far from the reference, softly first, then hard.
 
-    With ``target`` null, what is too far is found in the run, see :class:`~lightning_rlhf.callbacks.progress.Progress`:
-    the target is the KL at the best average score so far, and the score has *fallen* where its average lies ``fall``
-    standard deviations under that. A run whose score rises is never braked by its KL.
+    With ``target`` null, the run itself sets it, see :class:`~lightning_rlhf.callbacks.progress.Progress`:
+    the target is the KL at the best average score so far, and the score has *fallen* if its average lies ``fall``
+    standard deviations below that best. A run whose score rises is never braked by its KL.
 
     ================  ==========================================  ==================================
     stage             target null: found in the run               target: a number
@@ -33,19 +33,18 @@ class KLGuard(RLHFCallback):
     hard, minibatch   KL(old || current) over jump                that, or KL over hard x target
     ================  ==========================================  ==================================
 
-    Soft: the multiplier of the knob ``kl_coefficient`` grows by ``factor``; in a calm iteration it shrinks by it. It
-    acts from the next iteration on and multiplies whatever the coefficient's owner has set.
+    Soft: the multiplier of the knob ``kl_coefficient`` grows by ``factor``; in an iteration below the soft limit it
+    shrinks by it. It acts from the next iteration on and multiplies the value that the coefficient's owner has set.
 
     Hard, minibatch: the step is skipped, the actor's weights return to those before this iteration's update, and the
-    epochs end. Hard, samples: the last step of the update before went too far; it is undone and nothing is trained on
-    them. The critic and the optimiser's moments stay, so the copy costs one actor's worth of memory
-    (``KLEarlyStop.rollback`` restores everything, for four times the memory or more). A run that is over the limit
-    with nothing to return to, because it was there before, has the soft stage only: skipping every step would leave it
-    there.
+    epochs end. Hard, samples: the previous update went too far; it is undone, and these samples are not trained
+    on. The critic and the optimiser's moments stay, so only the actor's weights are copied
+    (``KLEarlyStop.rollback`` restores everything, for four times the memory or more). If the weights before the last
+    update were over the limit already, only the soft stage acts: skipping every step would leave the run there.
 
-    Tokens: one whose log-ratio log(policy / reference) is over ``token_limit`` gets ``token_penalty`` as its reward
-    instead of score and KL penalty, after the normalisation of the scores, whose statistics it therefore does not
-    touch, and before advantages.
+    Tokens: a token whose log-ratio log(policy / reference) is over ``token_limit`` gets ``token_penalty`` as its reward
+    instead of score and KL penalty. It is set after the normalisation of the scores, so it does not enter their
+    statistics, and before the advantages.
 
     An iteration in which nothing was measured (every token rejected) changes nothing.
 
@@ -57,11 +56,11 @@ class KLGuard(RLHFCallback):
         fall: standard deviations of the scores by which their average has fallen; twice that within one iteration
             counts as well, before the average follows.
         jump: KL(old || current) in nats per token that one update may reach. A ratio at the bound of PPO's usual clip
-            range contributes 0.02; far beyond it the objective says nothing any more. ``None``: off.
+            range contributes 0.02; far beyond it the clipped objective has no meaning. ``None``: off.
         restore: the hard stage restores the actor; false only skips the step and ends the epochs, without a copy.
         token_limit: nats; ``None``: no token is penalised.
         token_penalty: replaces the reward of such a token.
-        iterations: the guard acts in the first so many iterations; ``None``: in all.
+        iterations: the guard acts in this many first iterations only; ``None``: in all.
     """
 
     def __init__(
@@ -95,10 +94,10 @@ class KLGuard(RLHFCallback):
             self.rollback_scopes = frozenset({"actor"})
         self.multiplier = 1.0
         self.calm = False
-        """Whether the weights before the last update were seen to be under the hard limit."""
+        """Whether the KL of the weights before the last update was measured, and below the hard limit."""
         self.progress = Progress()
         self._trouble: str | None = None
-        """Why the coefficient is to grow after this iteration; ``None`` is calm."""
+        """Why the coefficient is to grow after this iteration; ``None``: it shrinks."""
         self._measured = self._stepped = False
         self._kl_old = math.nan
         """KL(old || current) before the first step of the update, or where it was first measured."""
@@ -109,7 +108,7 @@ class KLGuard(RLHFCallback):
 
     def on_rollout_start(self, trainer: Trainer, module: ActorCriticModule, prompts: PromptBatch) -> None:
         if not self._active(module):
-            self.rollback_scopes = frozenset()  # no copy is needed any more
+            self.rollback_scopes = frozenset()  # no copy is needed from now on
         elif self.multiplier > 1:
             module.control.scale("kl_coefficient", self.multiplier, by=type(self).__name__)
 
@@ -135,7 +134,7 @@ class KLGuard(RLHFCallback):
             self.calm = over is None
 
     def _judge(self, stats: ExperienceStats) -> str | None:
-        """Target found in the run: why the samples are over the hard limit, or ``None``; sets the soft stage."""
+        """With target null: why the samples are over the hard limit, or ``None``; sets the soft stage."""
         progress = self.progress
         self._measured = progress.observe(stats)
         if not self._measured:
@@ -150,7 +149,7 @@ class KLGuard(RLHFCallback):
         return None
 
     def _compare(self, kl_ref: float, target: float) -> str | None:
-        """Target given: why a KL is over the hard limit, or ``None``; sets the soft stage."""
+        """With a given target: why a KL is over the hard limit, or ``None``; sets the soft stage."""
         if kl_ref > self.soft * target:
             self._trouble = f"kl/ref {kl_ref:.4f} over {self.soft} x {target}"
         return f"kl/ref {kl_ref:.4f} over {self.hard} x {target}" if kl_ref > self.hard * target else None
@@ -168,7 +167,7 @@ class KLGuard(RLHFCallback):
         """Why this update has gone too far, or ``None``."""
         if self.target is not None and self.calm and stats.kl_ref > self.hard * self.target:
             return f"kl/ref {stats.kl_ref:.4f} over {self.hard} x {self.target}"
-        # From where the update began: under bypass, or with noise on hidden states, that is not 0.
+        # Relative to the update's first kl/old, which is not 0 in bypass mode or with noise on hidden states.
         if self.jump is not None and stats.kl_old - self._kl_old > self.jump:
             return f"kl/old {stats.kl_old:.4f} over {self.jump} within one update"
         return None
@@ -200,4 +199,4 @@ class KLGuard(RLHFCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.multiplier, self.calm = state_dict["multiplier"], state_dict["calm"]
-        self.progress.load_state_dict(state_dict.get("progress", {}))  # earlier releases kept none
+        self.progress.load_state_dict(state_dict.get("progress", {}))  # absent in earlier releases

@@ -15,20 +15,20 @@ from lightning_rlhf.module import ActorCriticModule
 from lightning_rlhf.settings import SettingError
 
 GROWTH = 1.5
-"""By which the limit grows at once where it cuts too many answers."""
+"""Factor by which the limit grows at once if it truncates too many responses."""
 
 
 class LengthCurriculum(RLHFCallback):
     """Owner of the knob ``max_new_tokens``: linear growth from ``start`` to ``rollout.max_new_tokens``.
 
-    Early on a policy drifts with every token it writes; short responses bound the KL that one of them can gather. A
-    limit that cuts answers off teaches something else, so it grows faster where it does.
+    Early in training every token adds to the KL of its sequence; short responses bound that KL. A limit that
+    truncates answers would teach to write truncated ones, so it grows faster if it does.
 
     Args:
         start: the limit in the first iteration: tokens (a whole number), or a share of the full length (below 1).
         iterations: the full length is reached in the iteration after these, or sooner.
-        max_truncated: an iteration in which a larger share of the responses was cut lets the limit grow by half at
-            once. ``None``: by the iteration alone.
+        max_truncated: after an iteration in which a larger share of the responses was truncated the limit grows by half
+            at once. ``None``: by the iteration alone.
     """
 
     def __init__(self, start: float = 0.25, iterations: int = 20, max_truncated: float | None = 0.1) -> None:
@@ -41,9 +41,9 @@ class LengthCurriculum(RLHFCallback):
         bounded("length_curriculum", above=0, below=1, optional=True, max_truncated=max_truncated)
         self.start, self.iterations, self.max_truncated = start, iterations, max_truncated
         self.first = self.full = 1
-        """Tokens at the start and at the end."""
+        """Limits in tokens: the first and the full one."""
         self.least = 0
-        """Tokens below which the limit does not go any more."""
+        """Lower bound of the limit, in tokens; it never falls."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         control = pl_module.control

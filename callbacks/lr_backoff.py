@@ -1,4 +1,4 @@
-"""Lower the learning rate of a run that keeps breaking off its epochs."""
+"""Lower the learning rate of a run whose epochs keep being ended early."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from lightning_rlhf.module import ActorCriticModule
 class LRBackoff(RLHFCallback):
     """Owner of the knob ``lr_scale``, which multiplies every group's learning rate.
 
-    An iteration counts as broken if a callback rolled it back or ended its epochs after they had begun; one that was
-    not trained on at all (no signal, nothing measured) says nothing either way, and changes nothing. An update that the
-    next iteration undoes, because its last step was seen only in the samples, was broken after all. Put it after the
-    callbacks that break: it reads their decisions.
+    An iteration counts as broken if a callback rolled it back or ended its epochs after they had begun; an iteration
+    without training (no signal, nothing measured) is ignored. An update that the next iteration undoes, because the
+    effect of its last step shows only in the next samples, counts as broken as well. List this callback after those
+    that roll back or end epochs: it reads their decisions.
 
     Args:
         patience: broken iterations in a row after which the scale is multiplied by ``factor``.
         factor: below 1.
         recovery: the scale grows by this factor in every iteration that was not broken, up to 1.
-        minimum: bound of the scale.
+        minimum: lower bound of the scale.
     """
 
     def __init__(self, patience: int = 3, factor: float = 0.5, recovery: float = 1.05, minimum: float = 0.01) -> None:
@@ -35,7 +35,7 @@ class LRBackoff(RLHFCallback):
         self.patience, self.factor, self.recovery, self.minimum = patience, factor, recovery, minimum
         self.broken = 0
         self.before = 0
-        """``broken`` before the last iteration that was calm, in case the next one undoes it."""
+        """``broken`` as it was before the last unbroken iteration, in case the next one undoes that iteration."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         pl_module.control.own("lr_scale", type(self).__name__)  # type: ignore[union-attr, operator]
@@ -70,4 +70,4 @@ class LRBackoff(RLHFCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.broken = state_dict["broken"]
-        self.before = state_dict.get("before", 0)  # earlier releases kept none
+        self.before = state_dict.get("before", 0)  # absent in earlier releases

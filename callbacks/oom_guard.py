@@ -1,4 +1,4 @@
-"""Go on in smaller pieces when memory runs out."""
+"""Repeat the work in smaller pieces when memory runs out."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from lightning_rlhf.settings import SettingError
 
 
 class OOMGuard(RLHFCallback):
-    """The policy that the update and generation ask once memory has run out; works on GPU, NPU and CPU.
+    """Tells the update and generation how to go on when memory runs out; works on GPU, NPU and CPU.
 
-    Update: the token budget of a micro-batch halves and the minibatch is done again from its start, so its gradient is
-    the one without the error; down to one sequence, then the run ends with a clear message. Generation: the prompts are
-    drawn in halves. Both sizes are kept, and doubled again after ``retry_after`` iterations without an error; where
-    that fails the next wait is twice as long. With a sharded model (``trainer=fsdp2``) an update cannot be done again,
+    Update: the token budget of a micro-batch halves and the minibatch starts again, so its gradient is the same as
+    without the error; if a single sequence does not fit, the run ends with a clear message. Generation: the prompts are
+    processed in halves. Both sizes are kept, and doubled again after ``retry_after`` iterations without an error; if
+    that fails the next wait is twice as long. With a sharded model (``trainer=fsdp2``) an update cannot be repeated,
     because the other ranks wait inside it: the run ends, and the error names the key to lower.
 
-    Rollout: while tensors held more than ``high`` of the device's memory at the end of generation, each iteration
-    takes a share of ``max_new_tokens`` away; under ``low`` it comes back step by step. Decided on the fullest rank.
+    Rollout: while tensors hold more than ``high`` of the device's memory at the end of generation, each iteration
+    lowers ``max_new_tokens`` by a share; below ``low`` it is raised again step by step. The fullest rank decides.
 
     Args:
         retry_after: iterations without an error before a larger size is tried.
         high: share of device memory above which responses get shorter.
         low: share below which they get longer again.
-        length_step: what is taken away at a time, as a share.
+        length_step: share of ``max_new_tokens`` removed at a time.
         min_new_tokens: the limit of the response length does not fall below it.
     """
 
@@ -52,15 +52,15 @@ class OOMGuard(RLHFCallback):
         self.retry_after, self.high, self.low = retry_after, high, low
         self.length_step, self.min_new_tokens = length_step, min_new_tokens
         self.tokens_share = 1.0
-        """Of ``module.update.micro_batch_tokens``."""
+        """Multiplier of ``module.update.micro_batch_tokens``."""
         self.length_share = 1.0
-        """Of ``rollout.max_new_tokens``."""
+        """Multiplier of ``rollout.max_new_tokens``."""
         self._prompts_at_once: int | None = None
         self.quiet = 0
         self.wait = retry_after
         self._raised = self._failed = False
 
-    # --- what the update and generation ask ----------------------------------------------------------------------
+    # --- called by the update and by generation ------------------------------------------------------------------
 
     @property
     def prompts_at_once(self) -> int | None:

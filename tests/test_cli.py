@@ -108,12 +108,12 @@ def test_help_imports_nothing_heavy():
     assert result.returncode == 0, result.stderr
 
 
-def test_version(capsys):
+def test_version_is_printed(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out.strip() == __version__
 
 
-def test_unknown_verb(capsys):
+def test_an_unknown_verb_is_refused(capsys):
     assert cli.main(["trian"]) == 2
     said = capsys.readouterr().err
     assert "no verb 'trian'; did you mean train? There are: train, eval, export, serve" in said
@@ -130,7 +130,7 @@ def test_cfg_job_prints_and_starts_nothing(elsewhere, capsys):
 # --- bad input -------------------------------------------------------------------------------------------------------
 
 OVERRIDES = {
-    # keys: the part that is wrong decides
+    # misspelt keys
     "misspelt key": (["module.loss.clip_hihg=0.3"], "did you mean module.loss.clip_high?"),
     "misspelt block": (["modul.loss.clip_high=0.3"], "did you mean module.loss.clip_high?"),
     "misspelt block as a key": (["modul.kl=1"], "did you mean module.kl? It is a block of coefficient, estimator"),
@@ -142,7 +142,7 @@ OVERRIDES = {
     "misspelt group": (["modle=hf"], "did you mean model=hf?"),
     "misspelt group placed elsewhere": (["rollout_corection=token_tis"], "did you mean rollout_correction=token_tis?"),
     "key to take out": (["~callbacks.kl_early_stp"], "did you mean callbacks.kl_early_stop?"),
-    # keys of others
+    # keys of other trainers
     "key of veRL": (["algorithm.gamma=0.9"], "here it is called module.advantage.gamma"),
     "key of TRL": (["learning_rate=1e-5"], "here it is called module.actor.lr"),
     "key of TRL in our block": (["module.actor.learning_rate=1"], "here it is called module.actor.lr"),
@@ -172,7 +172,7 @@ OVERRIDES = {
     "file as an option": (["data=rows.jsonl"], "data=jsonl data.train.path=rows.jsonl"),
     "model as an option": (["model=org/name"], "model=hf model.source.path=org/name"),
     "group without a value": (["callbacks=null"], "callbacks=none"),
-    # how it is written
+    # syntax
     "no value": (["seed"], "key=value"),
     "blanks": (["iterations", "=", "3"], "without blanks"),
     "dashes": (["--iterations", "3"], "did you mean iterations?"),
@@ -194,7 +194,7 @@ OVERRIDES = {
 
 
 @pytest.mark.parametrize(("overrides", "words"), OVERRIDES.values(), ids=OVERRIDES.keys())
-def test_bad_override(elsewhere, capsys, overrides, words):
+def test_a_bad_override_is_answered_with_the_right_key(elsewhere, capsys, overrides, words):
     assert cli.main(["train", *overrides]) == 2
     error = capsys.readouterr().err
     assert words in error
@@ -390,7 +390,7 @@ def test_a_run_whose_gradients_stay_broken_has_failed(elsewhere, run_tiny, capsy
     assert run.info.status == "FAILED" and "not finite" in run.data.tags["failure"]
 
 
-def test_data_is_read_and_judged_before_weights_are_loaded(elsewhere, run_tiny, capsys, monkeypatch):
+def test_data_is_read_and_checked_before_weights_are_loaded(elsewhere, run_tiny, capsys, monkeypatch):
     model = build_tiny("0123456789+=", hidden_size=32, layers=1, heads=2)
     model.lm.save_pretrained("model")
     model.tokenizer.save_pretrained("model")
@@ -412,7 +412,7 @@ def test_data_is_read_and_judged_before_weights_are_loaded(elsewhere, run_tiny, 
     assert "model.source.path = './model' cannot be loaded" in capsys.readouterr().err
 
 
-def test_model_path_that_leads_nowhere(elsewhere, capsys):
+def test_a_model_path_that_does_not_exist_is_refused(elsewhere, capsys):
     assert cli.main(["train", "model=hf", "model.source.path=./no_model", "hydra.run.dir=run"]) == 2
     error = capsys.readouterr().err
     assert "model.source.path = './no_model'" in error
@@ -483,7 +483,7 @@ BAD_VERBS = {
 
 
 @pytest.mark.parametrize(("arguments", "words"), BAD_VERBS.values(), ids=BAD_VERBS.keys())
-def test_bad_arguments_of_eval_and_export(elsewhere, capsys, arguments, words):
+def test_bad_arguments_of_eval_and_export_are_refused(elsewhere, capsys, arguments, words):
     (elsewhere / "empty").mkdir()
     (elsewhere / "text.ckpt").write_text("no checkpoint", encoding="utf-8")
     torch.save({"state_dict": {}}, elsewhere / "foreign.ckpt")
@@ -569,7 +569,7 @@ def short(batch):
 """
 
 
-def test_classes_and_functions_of_the_current_folder(elsewhere, run_tiny, capsys):
+def test_classes_and_functions_of_the_current_folder_can_be_used(elsewhere, run_tiny, capsys):
     (elsewhere / "my_code_a.py").write_text(MY_CODE, encoding="utf-8")
     code = run_tiny(
         "+callbacks.mine._target_=my_code_a.Mine",
@@ -584,7 +584,7 @@ def test_classes_and_functions_of_the_current_folder(elsewhere, run_tiny, capsys
     assert "held-out short:" in out
 
 
-def test_configs_of_a_folder(elsewhere, run_tiny, capsys):
+def test_configs_of_a_users_folder_are_found(elsewhere, run_tiny, capsys):
     (elsewhere / "my_code_b.py").write_text(MY_CODE, encoding="utf-8")
     files = {
         "callbacks/mine.yaml": "defaults: [default]\nmine: {_target_: my_code_b.Mine}\n",
@@ -600,7 +600,7 @@ def test_configs_of_a_folder(elsewhere, run_tiny, capsys):
     assert list(saved["lightning_rlhf"]["run_config"]["callbacks"])[-1] == "mine"
 
 
-def test_configs_of_an_installed_package(elsewhere, capsys, monkeypatch):
+def test_configs_of_an_installed_package_are_found(elsewhere, capsys, monkeypatch):
     folder = elsewhere / "my_package" / "conf" / "reward"
     folder.mkdir(parents=True)
     for package in (folder.parents[1], folder.parents[0], folder):

@@ -1,4 +1,4 @@
-"""Verbs and knobs: what callbacks may ask for, and what is refused."""
+"""Verbs and knobs: what callbacks may request, and what is refused."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_verb_outside_its_events_is_refused(verb: str) -> None:
     assert not control.wants(verb) and not control.decisions
 
 
-def test_a_note_is_a_decision_that_nobody_has_to_obey() -> None:
+def test_a_note_is_recorded_and_changes_nothing() -> None:
     control = Control()
     control.begin_iteration(4)
     control.note("lower_learning_rate", "broken twice")

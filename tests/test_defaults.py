@@ -1,7 +1,7 @@
-"""One default: a value that a shipped file gives an argument is the argument's own default.
+"""One default: the value that a shipped file gives an argument equals the argument's own default.
 
-Every key of every file in ``conf/`` that feeds a signature (a ``_target_``, or a settings dataclass) is compared as it
-comes out when the file is composed. What differs on purpose is in ``DEVIATIONS``, with the reason.
+Every key of every file in ``conf/`` that feeds a signature (a ``_target_``, or a settings dataclass) is compared after
+the file is composed. Intended differences are in ``DEVIATIONS``, with the reason.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lightning_rlhf.settings import PPOSettings
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 REQUIRED = object()
-"""The signature has no default, so there is nothing that could differ."""
+"""The signature has no default to compare with."""
 
 PPO = PPOSettings()
 SETTINGS: dict[str, Any] = {
@@ -41,7 +41,7 @@ SETTINGS: dict[str, Any] = {
     "module.rollout_correction.adaptive": RolloutCorrectionSettings().adaptive,
     "trainer.ray": RaySettings,
 }
-"""Blocks that a settings dataclass reads: an instance with all its defaults, or the class where some are required."""
+"""Blocks read by a settings dataclass: an instance with all defaults, or the class if some fields are required."""
 
 GENERAL = ["model=hf", "model.source.path=PATH", "data=jsonl", "data.train.path=PATH", "rollout=hf", "logger=none"]
 """The overrides that every other file is composed with: a pre-trained model, no recipe."""
@@ -52,7 +52,7 @@ NEEDED = {
 
 
 def files() -> list[str]:
-    """Every file of a group, as ``group/option``; recipes are there to differ, and are left out."""
+    """Every file of a group, as ``group/option``, without recipes, which are meant to differ."""
     found = sorted(path.relative_to(CONF).with_suffix("").as_posix() for path in CONF.glob("*/*.yaml"))
     return [name for name in found if not name.startswith("recipe/")]
 
@@ -86,7 +86,7 @@ def parents(name: str) -> list[str]:
 
 
 def default_of(key: str, config: Mapping[str, Any]) -> tuple[str, Any] | None:
-    """The argument that a key feeds, as a dotted key, and its default; ``None`` where it feeds no signature."""
+    """The argument that a key feeds, as a dotted key, and its default; ``None`` if it feeds no signature."""
     if key.startswith("model.lr."):
         return default_of(f"module.{key.removeprefix('model.lr.')}.lr", config)
     parts = key.split(".")
@@ -122,7 +122,7 @@ def plain(value: Any) -> Any:
 
 @functools.cache
 def compared(name: str) -> dict[str, tuple[Any, Any]]:
-    """Every argument that a file (with those it is made from) feeds and that has a default: the value, the default."""
+    """Value and default of every argument with a default that a file, or a file of its defaults list, feeds."""
     config = composed(name)
     found = {}
     for key in written(name):
@@ -134,7 +134,7 @@ def compared(name: str) -> dict[str, tuple[Any, Any]]:
 
 
 def deviations(name: str) -> dict[str, tuple[Any, Any]]:
-    """Arguments with another value than their default, unless the files that this one is made from give the same."""
+    """Arguments with another value than their default, unless a file of the defaults list already gives that value."""
     inherited = {key: value for parent in parents(name) for key, value in compared(parent).items()}
     differing = {key: (given, default) for key, (given, default) in compared(name).items() if given != default}
     return {key: value for key, value in differing.items() if inherited.get(key) != value}
@@ -229,7 +229,7 @@ def test_a_partial_block_brings_the_files_values(block: dict[str, Any]) -> None:
 
 
 def documented() -> dict[str, str]:
-    """Keys and values of the table in docs/concepts.md; a key without its block is of the block of the one before."""
+    """Keys and values of the table in docs/concepts.md; a key without a block has the block of the key before."""
     text = (CONF.parent / "docs" / "concepts.md").read_text(encoding="utf-8")
     section = text.partition("## Where the defaults come from\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`.*?) \| (.*?) \|", section, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The data that travels: selection, cutting, splitting by tokens, seeds."""
+"""Rollout, Experience and MiniBatch: selection, cutting, splitting by tokens, seeds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_rlhf.functional.losses import LossScale
 
 
 def rollout(lengths: list[tuple[int, int]]) -> Rollout:
-    """Rows with the given numbers of prompt and response tokens; the ids say row, place and side."""
+    """Rows with the given numbers of prompt and response tokens; the ids encode row, position and side."""
     rows, p = len(lengths), max(n for n, _ in lengths)
     r = max(1, max(n for _, n in lengths))
     prompt_mask = torch.zeros(rows, p, dtype=torch.bool)

@@ -65,7 +65,7 @@ def test_a_run_on_a_model_that_moved_is_exported_and_answers_alike_alone_and_in_
     base = build_tiny(VOCABULARY, hidden_size=32, layers=1, heads=2, max_positions=64, tie_embeddings=True)
     for name, weight in base.lm.named_parameters():
         if "layers" in name and weight.ndim == 2:
-            weight.data *= 10  # so that what is generated depends on the whole prompt, and on wrong padding
+            weight.data *= 10  # so that the generated tokens depend on the whole prompt, and on wrong padding
     base.lm.save_pretrained("base")
     base.tokenizer.save_pretrained("base")
     wrong = {"do_sample": False, "temperature": 0.9, "eos_token_id": 1}
@@ -96,7 +96,7 @@ def test_a_run_on_a_model_that_moved_is_exported_and_answers_alike_alone_and_in_
 
 @pytest.mark.parametrize("relative", [True, False], ids=["relative path", "absolute path"])
 def test_a_project_that_moved_is_exported_from_another_folder(tmp_path, monkeypatch, tiny_run, relative):
-    """As eval and resume find the model: given relative to where the run was started, or moved along with the run."""
+    """As by eval and resume: a model path relative to the run's first working directory, or moved with the run."""
     project = tmp_path / "project"
     loaded = build_tiny(VOCABULARY, hidden_size=32, layers=1, heads=2, max_positions=64)
     loaded.lm.save_pretrained(project / "base")

@@ -1,4 +1,4 @@
-"""The README's line for a model of one's own: no supervised step, and English is left as it was."""
+"""The README's command for a user's own model: no supervised step, and the model's English is unchanged."""
 
 from __future__ import annotations
 

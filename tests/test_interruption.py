@@ -24,7 +24,7 @@ from lightning_rlhf.runs.ending import how_to_go_on, resume_command
 
 BIN = Path(sys.executable).parent
 SECONDS = 900
-"""No wait is longer; none is decided by the clock."""
+"""Longest wait of a test; no result depends on elapsed time."""
 
 TINY = [
     "model.source.hidden_size=32",
@@ -148,7 +148,7 @@ def kept(folder: Path) -> list[int]:
 
 
 def status(folder: Path) -> str:
-    """Of the only tracked run."""
+    """Status of the only tracked run."""
     import mlflow
 
     client = mlflow.MlflowClient(f"sqlite:///{folder}/mlflow/mlflow.db")

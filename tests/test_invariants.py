@@ -126,7 +126,7 @@ def test_gradients_do_not_depend_on_padding(scored: tuple[ActorCriticModule, Exp
     for name in ("response_ids", "response_mask", "loss_mask", "old_logprobs", "ref_logprobs", "values", "advantages",
                  "returns", "rollout_logprobs", "entropy"):  # fmt: skip
         value = getattr(whole, name)
-        # What stands at padded places must not matter, NaN included.
+        # Values at padded positions must not matter, NaN included.
         filler = value.new_full((len(value), 1), math.nan if value.is_floating_point() else 0)
         padded[name] = torch.cat([value, filler.expand(-1, 7)], dim=1)
     found = gradients(module, experience, [dataclasses.replace(whole, **padded)])
@@ -201,7 +201,7 @@ def test_a_batch_that_is_rejected_as_a_whole_changes_nothing() -> None:
     trainer = fit(module, [Keep(), recorder])
     assert same(states[0][0], states[1][0]) and same(states[0][1], states[1][1])
     assert trainer.callback_metrics["stability/empty_minibatches"] == 4
-    # Nothing measured is not 0: metrics of tokens in the loss are absent, fields of stats objects are NaN.
+    # What was not measured is not 0: metrics of tokens in the loss are absent, fields of stats objects are NaN.
     groups = ("kl/ref", "kl/old", "kl/reward", "ppo/clip", "ppo/ratio", "ppo/policy", "advantage/", "value/", "return/")
     assert not [name for name in trainer.callback_metrics if name.startswith(groups)]
     assert {"reward/mean", "entropy/mean", "tokens/rejected_fraction"} <= trainer.callback_metrics.keys()
@@ -280,7 +280,7 @@ def test_a_run_leaves_the_global_random_state_alone() -> None:
 
 
 def test_everything_but_the_weights_stays_float32_in_a_bfloat16_run() -> None:
-    """Lightning makes bfloat16 the default type there; a tensor made without a type would lose 16 bits in silence."""
+    """Lightning makes bfloat16 the default dtype there; a tensor made without a dtype would silently lose 16 bits."""
     module, recorder = tiny_module(iterations=2), Recorder()
     fit(module, [recorder], precision="bf16-true")
     assert {p.dtype for p in module.actor.parameters()} == {torch.bfloat16}

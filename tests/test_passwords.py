@@ -21,7 +21,7 @@ SECRET = "g%40heim:word"
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it was, afterwards; without what the logger puts there."""
+    """Restore the environment afterwards, without the variables that the logger sets."""
     for name in ("USERNAME", "PASSWORD", "URI"):
         monkeypatch.setenv(f"MLFLOW_TRACKING_{name}", "")
         monkeypatch.delenv(f"MLFLOW_TRACKING_{name}")
@@ -57,7 +57,7 @@ def test_a_password_in_a_configuration_is_refused(compose) -> None:
 def test_a_command_with_a_password_is_refused_and_saved_nowhere(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hydra would have saved it before the run is refused."""
+    """Otherwise Hydra would save it before the run is refused."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert cli.main(["train", f'logger.mlflow.tracking_uri="http://me:{SECRET}@h"', "hydra.run.dir=run"]) == 2

@@ -1,4 +1,4 @@
-"""A precision without arithmetic: replaced or refused, by one key, on a CPU that is made to look like one with AVX2."""
+"""A precision that the device lacks: replaced or refused by one key, on a CPU restricted to AVX2."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_rlhf import cli, precision, schema
 from lightning_rlhf.accelerators import device
 
 AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
-"""oneDNN and PyTorch then use no instruction that a CPU with AVX2 alone does not have."""
+"""Environment in which oneDNN and PyTorch use only instructions that a CPU with AVX2 has."""
 
 TINY = [
     *("iterations=1", "threads=1", "warmup=none", "logger=none", "trainer.enable_progress_bar=false"),

@@ -56,7 +56,7 @@ def test_a_rank_that_fails_ends_the_others_and_its_error_is_raised(tmp_path: Pat
         run_ranks(fails_alone, folder=tmp_path)
 
 
-def test_an_expected_kill(tmp_path: Path) -> None:
+def test_a_rank_may_be_expected_to_kill_itself(tmp_path: Path) -> None:
     assert run_ranks(dies_alone, folder=tmp_path, process_group=False, ends=[0, -signal.SIGKILL]) == ["alive", None]
 
 

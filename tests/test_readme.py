@@ -1,4 +1,4 @@
-"""What README and docs tell a user to type works."""
+"""The commands and examples of README and docs work."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_relative_links_lead_somewhere() -> None:
 
 
 def composable() -> list[str]:
-    """Without those that name folders of the user's own or an earlier run, which tests/test_cli.py runs."""
+    """Commands without a user's own folders or an earlier run, which tests/test_cli.py covers."""
     return [line for line in commands("lightning-rlhf train") if not re.search("--config-dir|--multirun|resume=", line)]
 
 
@@ -79,7 +79,7 @@ def test_train_commands_compose(command: str, compose: Any, tmp_path: Path, monk
 
 
 def install_parts() -> ModuleType:
-    """``my_parts.py`` as the docs write it, all its blocks in one module."""
+    """``my_parts.py`` of the docs, with all its blocks in one module."""
     module = ModuleType("my_parts")
     page = ROOT / "docs" / "extending.md"
     for block in blocks("python", page):
@@ -100,7 +100,7 @@ def test_the_examples_of_the_docs_run() -> None:
 
 
 def test_the_unclipped_example_is_the_surrogate_objective() -> None:
-    """Within the clip range its loss and gradient are those of PPO, beyond it the plain ratio's."""
+    """Within the clip range loss and gradient equal those of PPO, beyond it those of the unclipped ratio."""
     seen: dict[str, list[tuple[float, float, float]]] = {"within": [], "beyond": []}
     parts: Any = install_parts()
 

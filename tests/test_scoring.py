@@ -20,7 +20,7 @@ PAD, EOS, TURN, THINK, ENDED = range(len(SPECIAL))
 
 
 def tokenizer(**options: Any) -> PreTrainedTokenizerFast:
-    """Characters and special tokens, the tags of reasoning among the special ones."""
+    """A tokenizer of characters and special tokens, including the tags of reasoning."""
     ids = {token: number for number, token in enumerate([*SPECIAL, *"0123456789+= xyz!,."])}
     core = Tokenizer(models.WordLevel(ids))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -35,7 +35,7 @@ def ids(core: PreTrainedTokenizerFast, text: str) -> list[int]:
 
 
 def rollout(responses: list[list[int]]) -> tuple[PromptBatch, Rollout]:
-    """One prompt with a response for each row given."""
+    """One prompt with one response per given row."""
     width = max(map(len, responses))
     rows = len(responses)
     mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in responses]).bool()
@@ -82,7 +82,7 @@ def test_rewards_read_special_tokens_that_the_model_wrote():
 
 
 def test_spaces_stay_as_they_are_written():
-    """``clean_up_tokenization_spaces`` made ``x!= y, z.`` of this."""
+    """With ``clean_up_tokenization_spaces`` it would become ``x!= y, z.``."""
     core = tokenizer(clean_up_tokenization_spaces=True)
     prompts, drawn = rollout([[*ids(core, "x != y , z ."), EOS]])
     seen: list[RewardBatch] = []

@@ -1,4 +1,4 @@
-"""The command that ``lightning-rlhf serve`` becomes."""
+"""The vLLM command that ``lightning-rlhf serve`` runs."""
 
 from __future__ import annotations
 

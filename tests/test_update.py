@@ -21,7 +21,7 @@ from tests.support import Recorder, fit, same, tiny_module, tiny_policy, weights
 
 
 class Caller(RLHFCallback):
-    """Runs ``act(module, stats)`` whenever ``event`` comes; ``scopes`` are announced for rollbacks."""
+    """Calls ``act(module, stats)`` at every ``event``; ``scopes`` are its ``rollback_scopes``."""
 
     def __init__(self, event: str, act: Any, scopes: tuple[str, ...] = ()) -> None:
         setattr(self, event, lambda trainer, module, *args: act(module, *args))
@@ -273,7 +273,7 @@ def test_repeated_decisions_are_printed_three_times(caplog: pytest.LogCaptureFix
     assert len([line for line in said if "clip fraction" in line]) == 3
     assert len([line for line in said if "rollback: over" in line]) == 16
     more = "  more of this kind are not printed, but counted in stability/epochs_stopped and listed in decisions.jsonl"
-    # The update's own, "rolled back: ...", is a kind of its own.
+    # The update's own line, "rolled back: ...", is counted as another kind.
     assert said.count(more) == 3 and kept.count("stop_epochs") == 3 * 16 and kept.count("rollback") == 16
 
 
@@ -289,8 +289,8 @@ def test_plain_lightning_callbacks_work() -> None:
     assert plain.batches == 2
 
 
-def test_knobs_act() -> None:
-    """max_new_tokens shortens responses, lr_scale the rate, micro_batch_tokens cuts without changing anything else."""
+def test_knobs_change_lengths_learning_rates_and_micro_batches() -> None:
+    """max_new_tokens bounds responses, lr_scale the learning rate, micro_batch_tokens only the size of passes."""
 
     def turn(module: PPOModule, *args: Any) -> None:
         module.control.scale("max_new_tokens", 0.5, by="test")

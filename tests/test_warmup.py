@@ -202,12 +202,12 @@ def test_training_mode_is_restored(loaded, datamodule, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["steps", "batch_size", "lr", "target"])
-def test_bad_settings(loaded, datamodule, tmp_path, name):
+def test_bad_settings_are_refused(loaded, datamodule, tmp_path, name):
     with pytest.raises(ValueError, match=rf"warmup\.{name} = -1 is not allowed"):
         run(loaded, datamodule, tmp_path, **{name: -1})
 
 
-def test_row_without_answer(loaded, datamodule, tmp_path):
+def test_a_row_without_answer_is_refused(loaded, datamodule, tmp_path):
     with pytest.raises(ValueError, match=r"warmup\.answer_field = 'solution'"):
         run(loaded, datamodule, tmp_path, answer_field="solution")
 
@@ -251,7 +251,7 @@ def test_weights_that_overflow_their_dtype_are_not_kept(datamodule, tmp_path):
 
 
 def test_broken_weights_in_the_cache_are_not_used(loaded, datamodule, tmp_path, caplog):
-    """As an earlier version wrote them, with a fingerprint that fits."""
+    """Weights in the form that an earlier version wrote, with a matching fingerprint."""
     first, trained = run(loaded, datamodule, tmp_path)
     broken = copy.deepcopy(loaded.lm)
     with torch.no_grad():
@@ -314,7 +314,7 @@ def test_the_warm_up_is_announced_and_recorded_in_the_checkpoint(compose, tiny_r
 
 
 def test_a_recipe_gives_way_to_the_command_line_and_to_an_experiment(compose):
-    """And none comes with a pre-trained model."""
+    """With a pre-trained model no recipe is loaded."""
     quick = compose()
     assert (quick.data.prompts_per_iteration, quick.rollout.max_new_tokens) == (512, 5)
     changed = compose("iterations=7", "rollout.max_new_tokens=9", "module.kl.coefficient=0.5", "warmup.steps=3")

@@ -1,7 +1,7 @@
-"""Checkpoints that are whole or absent, hold plain data, are counted in iterations and resume bit for bit.
+"""Checkpoints that are complete or absent, hold plain data, are counted in iterations and resume bit for bit.
 
 Usable in any LightningModule under manual optimisation, where Lightning's own ``ModelCheckpoint`` counts optimiser
-steps and so, once PPO epochs end early, saves at odd places or not at all.
+steps and so, if PPO epochs end early, saves at irregular iterations or never.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from lightning_rlhf.reporting.loggers import tell
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes beside the target, syncs to disk, reads the file through, then renames it: whole or absent.
+    """Writes a temporary file beside the target, syncs it, verifies it, then renames it: complete or absent.
 
-    Straight into the file, so a save needs no second copy of the state in memory (Lightning's own writer does).
+    It streams into the file, so a save needs no second copy of the state in memory (Lightning's own writer does).
     Paths with a protocol (``s3://...``) are left to Lightning's writer.
     """
 
@@ -68,7 +68,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             verify(partial)
             put_in_place(path)
         except (OSError, RuntimeError) as error:
-            # After a failed write PyTorch complains of a position; the reason is in that error's context.
+            # After a failed write PyTorch reports a wrong file position; the real reason is in that error's context.
             cause = error.__context__ if isinstance(error.__context__, OSError) else error
             raise not_written(path, cause) from error
         finally:
@@ -91,18 +91,18 @@ class IterationCheckpoint(Checkpoint):
     evaluation if one is due, checkpoint. So the value of ``monitor`` is that of the weights in the file, and
     ``trainer.fit(ckpt_path=...)`` goes on with the next iteration, without repeating or losing an evaluation. The first
     iteration of a run is saved, too, and an evaluated one that is the best so far.
-    A save that fails ends the run, with an error that names the cause: to go on without checkpoints would put the work
-    at risk without anybody knowing.
+    A failed save ends the run with an error that names the cause: without checkpoints the work would be at risk
+    unnoticed.
 
-    With an :class:`~lightning_rlhf.module.ActorCriticModule` an error or a signal during rollout, reward or scoring of
-    an iteration leaves the checkpoint of the iteration before, and a first SIGINT or SIGTERM
-    (:mod:`lightning_rlhf.interruption`) during its update lets it end and saves it.
+    With an :class:`~lightning_rlhf.module.ActorCriticModule`, an error or a signal during rollout, reward or scoring
+    of an iteration saves the iteration before; after a first SIGINT or SIGTERM
+    (:mod:`lightning_rlhf.interruption`) during an update the iteration is finished and saved.
 
     Args:
         dirpath: folder of the checkpoints, on a local (or mounted) file system.
-        every_n_iterations: how often.
-        keep: newest checkpoints that stay; ``None`` keeps all.
-        monitor: metric whose best checkpoint stays as well; ``None``: none. Only a value that was logged for the
+        every_n_iterations: iterations between two checkpoints.
+        keep: number of newest checkpoints that are kept; ``None`` keeps all.
+        monitor: metric whose best checkpoint is kept as well; ``None``: none. Only a value that was logged for the
             iteration itself counts.
         mode: whether the largest (``max``) or the smallest (``min``) value of ``monitor`` is best.
 
@@ -142,7 +142,7 @@ class IterationCheckpoint(Checkpoint):
     # --- hooks -------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Install the atomic writer, refuse what could not be saved, remove what a killed run left half written."""
+        """Install the atomic writer, refuse content that cannot be saved, remove half-written files of a killed run."""
         if stage != "fit":
             return
         strategy = trainer.strategy
@@ -175,7 +175,7 @@ class IterationCheckpoint(Checkpoint):
         self._obey_signal(trainer)
 
     def on_experience_ready(self, trainer: Trainer, *args: Any) -> None:
-        """From here on weights may change: what was captured is let go, and the iteration is finished."""
+        """From here on weights may change: drop the captured state; a signal waits until the iteration is finished."""
         self._obey_signal(trainer)
         self._captured = None
         signals().hold(f"finishing iteration {self.iteration + 1}")
@@ -183,32 +183,32 @@ class IterationCheckpoint(Checkpoint):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         self.iteration += 1
         if evaluation_follows(trainer):
-            self._capture(trainer)  # an evaluation that fails must not take the iteration with it
+            self._capture(trainer)  # a failing evaluation must not lose the iteration
         else:
             self._end_iteration(trainer, evaluated=False)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        signals().install()  # Lightning sets its own at every start
+        signals().install()  # Lightning sets its own handler at every start
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self._end_iteration(trainer, evaluated=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save what :meth:`on_train_batch_end` could not know to be the last iteration."""
+        """Save the last iteration, which :meth:`on_train_batch_end` could not know to be the last."""
         if self._saved < self.iteration:
             self.save(trainer)
         self._captured = None
         signals().release()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Write the end of the last iteration, if weights are still those and it is not written yet."""
+        """Save the end of the last iteration, if the weights have not changed since and it is not saved yet."""
         captured, self._captured = self._captured, None
         if captured is None or self._saved >= self.iteration:
             return
         together = trainer.world_size == 1 or getattr(exception, "on_every_rank", False)
         if captured.needs_all_ranks and not together:
-            return  # the others wait elsewhere, perhaps for ever
+            return  # other ranks wait elsewhere, perhaps for ever, and could not take part
         path = self._path
         try:
             captured.write(trainer, path)
@@ -218,7 +218,7 @@ class IterationCheckpoint(Checkpoint):
         self._note_saved(trainer, path)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        # Not in state_dict(): Lightning keys that by the arguments, and the count must survive other arguments.
+        # Not in state_dict(): Lightning's key for that contains the arguments, and the count must survive other ones.
         checkpoint["iteration"] = self.iteration
         if self.monitor is not None:
             best = checkpoint.setdefault("best_checkpoints", {})
@@ -235,7 +235,7 @@ class IterationCheckpoint(Checkpoint):
             self.best_model_path = str(here) if best["path"] and here.exists() else best["path"]
 
     def _begin(self, iteration: int) -> None:
-        """A fit: of a module that has done so many iterations, or of another one with this same callback."""
+        """Start a fit of a module that has done this many iterations; the callback may have served another module."""
         self.iteration = self._saved = iteration
         if iteration == 0:
             self.best_model_score, self.best_model_path, self.last_model_path = None, "", ""
@@ -259,7 +259,7 @@ class IterationCheckpoint(Checkpoint):
         self._captured = Captured(trainer) if can_capture(trainer.lightning_module) else None
 
     def _may_stop_at_once(self, trainer: Trainer) -> None:
-        """A signal raises where it finds a single process; several have to agree on the place."""
+        """With one process a signal raises at once; several processes have to agree where to stop."""
         if trainer.world_size == 1 and self._captured is not None:
             signals().release()
         else:
@@ -281,7 +281,7 @@ class IterationCheckpoint(Checkpoint):
         return self.dirpath / f"iteration_{self.iteration:06d}.ckpt"
 
     def save(self, trainer: Trainer) -> None:
-        """Write the checkpoint of this iteration, then remove those that are no longer kept. Called on every rank.
+        """Write the checkpoint of this iteration, then remove those not to be kept. Called on every rank.
 
         Raises:
             CheckpointError: on every rank, if the file could not be written, or the weights are not finite.
@@ -301,7 +301,7 @@ class IterationCheckpoint(Checkpoint):
             self._captured = captured if can_capture(trainer.lightning_module) else None
         except CheckpointError as error:
             failure = error
-        # Where several processes wait for one another, all of them come here, whether or not theirs was written.
+        # Several processes wait for one another: each must get here, whether or not its own write succeeded.
         messages = gather_objects(str(failure) if failure else None)
         message = next((text for text in messages if text is not None), None)
         if message is not None:
@@ -329,16 +329,16 @@ class IterationCheckpoint(Checkpoint):
         return value > best if self.mode == "max" else value < best
 
     def _set_aside_later(self) -> None:
-        """Checkpoints from beyond the iteration that is resumed belong to another future."""
+        """Rename checkpoints of iterations after the resumed one: the run will not go through their states."""
         later = [path for path in self.checkpoints if iteration_of(path) > self.iteration]
         for path in later:
             aside = path.with_name(path.name + SET_ASIDE)
-            remove(aside)  # of an earlier resume; a rename does not replace a folder
+            remove(aside)  # left by an earlier resume; a rename does not replace a folder
             path.rename(aside)
         if later:
             rank_zero_warn(
                 f"the run continues from iteration {self.iteration}; {len(later)} checkpoint(s) of later iterations in "
-                f"{self.dirpath} got the ending {SET_ASIDE}. Delete them if they are not needed."
+                f"{self.dirpath} now have the suffix {SET_ASIDE}. Delete them if they are not needed."
             )
 
     def _remove_old(self) -> None:
@@ -349,14 +349,14 @@ class IterationCheckpoint(Checkpoint):
 
 
 def _is_last_iteration(trainer: Trainer) -> bool:
-    """Whether training ends behind this batch, as far as can be known before its other hooks have run."""
+    """Whether training ends after this batch, as far as can be known before its other hooks have run."""
     stop = trainer.strategy.reduce_boolean_decision(trainer.should_stop or trainer.received_sigterm, all=False)
     last_epoch = trainer.max_epochs is not None and 0 <= trainer.max_epochs <= trainer.current_epoch + 1
     return stop or (trainer.is_last_batch and last_epoch) or 0 <= trainer.max_steps <= trainer.global_step
 
 
 def warn_about_model_checkpoint(callbacks: Iterable[Callback]) -> list[str]:
-    """Warn about every ``ModelCheckpoint`` whose trigger does not mean iterations here; returns the warnings."""
+    """Warn about every ``ModelCheckpoint`` whose trigger does not count iterations here; returns the warnings."""
     instead = "use lightning_rlhf.checkpoint.IterationCheckpoint(every_n_iterations=...)"
     warnings = []
     for callback in callbacks:

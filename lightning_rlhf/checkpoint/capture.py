@@ -1,7 +1,7 @@
-"""The state at the end of an iteration, kept so that it can still be written while the next one generates and scores.
+"""The state at the end of an iteration, kept so that it can still be saved while the next one generates and scores.
 
-Weights and optimiser do not change from the end of one update to the beginning of the next, so they are not copied.
-Everything else is small, and is: random states, positions, controllers, callbacks, clocks.
+Weights and optimiser state do not change between two updates, so they are not copied. Everything else is small and
+is copied: random states, data position, controllers, callbacks, clocks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_rlhf.module import ActorCriticModule
 
 
 class Captured:
-    """A checkpoint in memory, with the weights and optimiser state of the trainer themselves.
+    """A checkpoint in memory that refers to the trainer's own weights and optimiser state.
 
     Made on every rank, and valid until the next update begins.
 
@@ -31,19 +31,19 @@ class Captured:
     def __init__(self, trainer: Trainer) -> None:
         content = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         module = trainer.lightning_module
-        # A tied tensor has several names, all of which are in a state_dict.
+        # A tied tensor is in the state_dict under each of its names.
         shared = {name for name, _ in module.named_parameters(remove_duplicate=False)}
         state = content["state_dict"]
         state = with_items(state, ((k, v if k in shared else _copy(v)) for k, v in state.items()))
         own = content.get("lightning_rlhf")
         self._content = {k: _copy(v) for k, v in content.items() if k not in _BY_REFERENCE}
         self._content |= {"state_dict": state, "optimizer_states": content["optimizer_states"]}
-        if own is not None:  # its copy of the actor is written over only when the next update begins
+        if own is not None:  # its copy of the actor is overwritten only when the next update begins
             rest = {k: _copy(v) for k, v in own.items() if k != "update"}
             self._content["lightning_rlhf"] = rest | {"update": own["update"]}
 
     def write(self, trainer: Trainer, path: Path) -> None:
-        """Write it as the strategy writes checkpoints: rank 0 a file, or all ranks together a folder.
+        """Write it like the strategy's checkpoints: rank 0 writes a file, or all ranks together a folder.
 
         Raises:
             CheckpointError: it could not be written.
@@ -60,20 +60,21 @@ _BY_REFERENCE = ("state_dict", "optimizer_states", "lightning_rlhf")
 
 
 def can_capture(module: Any) -> bool:
-    """Whether the module tells when an update begins, and a state costs little to keep.
+    """Whether the module has an event for the beginning of an update, and its state is cheap to keep.
 
-    Rollouts generated ahead are part of the state, and several processes would send them to one another each time.
+    It is not cheap with rollouts generated ahead: they are part of the state, and several processes would exchange
+    them each time.
     """
     return isinstance(module, ActorCriticModule) and not (module.engine.ahead.lag and place()[1] > 1)
 
 
 def iteration_now(module: Any) -> int:
-    """Iterations that the module has done already: it may be trained by one fit after another."""
+    """Iterations that the module has done already, perhaps in an earlier fit."""
     return module.control.iteration if isinstance(module, ActorCriticModule) else 0
 
 
 def weights_are_finite(trainer: Trainer) -> bool:
-    """Whether every trained number is finite, on every rank."""
+    """Whether all trained weights are finite on every rank."""
     parameters = [p for p in trainer.lightning_module.parameters() if p.requires_grad and p.is_floating_point()]
     local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
     with torch.no_grad():
@@ -83,7 +84,7 @@ def weights_are_finite(trainer: Trainer) -> bool:
 
 
 def _copy(value: Any) -> Any:
-    """The value with containers and tensors of its own."""
+    """A deep copy of the value: its own containers and tensors."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):

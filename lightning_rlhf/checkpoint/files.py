@@ -1,4 +1,4 @@
-"""Checkpoints on disk: what may be in one, and whether one is whole. A checkpoint is a file, or a folder of shards."""
+"""Checkpoints on disk: their allowed content, and their integrity. A checkpoint is a file, or a folder of shards."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from lightning.pytorch.utilities import rank_zero_warn
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 PARTIAL, SET_ASIDE = ".partial", ".set_aside"
-"""Endings of a checkpoint being written or removed, and of one from a future that a resumed run does not share."""
+"""Suffixes of a checkpoint being written or removed, and of a checkpoint later than the one a run was resumed from."""
 MANIFEST, STATE = "manifest.json", "state.pt"
-"""In a folder of shards: sizes and hashes of all its files; everything that is not sharded."""
+"""Files in a folder of shards: sizes and hashes of all its files; everything that is not sharded."""
 
 _LEAVES = (torch.Tensor, torch.nn.Parameter, torch.dtype, torch.device, torch.Size)
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that could not be written, or is not whole."""
+    """A checkpoint that could not be written, or is incomplete or damaged."""
 
 
 # --- content ---------------------------------------------------------------------------------------------------------
@@ -38,7 +38,7 @@ class CheckpointError(RuntimeError):
 def plain(value: Any, where: str = "checkpoint") -> Any:
     """The value in plain containers, which ``torch.load(weights_only=True)`` accepts.
 
-    OmegaConf containers are resolved; tensors are not copied. ``where`` is what an error calls the value.
+    OmegaConf containers are resolved; tensors are not copied. ``where`` is the value's name in an error.
 
     Raises:
         CheckpointError: names the key that holds anything but tensors, numbers, strings and containers of them.
@@ -68,14 +68,14 @@ def with_items(mapping: dict[Any, Any], items: Iterable[tuple[Any, Any]]) -> dic
     return copy
 
 
-# --- whole or not ----------------------------------------------------------------------------------------------------
+# --- integrity -------------------------------------------------------------------------------------------------------
 
 
 def verify(path: str | Path) -> None:
-    """Read a checkpoint through.
+    """Read a whole checkpoint and check it.
 
-    A file: directory at its end, checksum (CRC-32) of every record, safe to unpickle. A folder of shards: every file
-    that its manifest names is there, with its size and its SHA-256.
+    A file: zip directory at its end, checksum (CRC-32) of every record, safe to unpickle. A folder of shards: every
+    file in its manifest exists, with its size and its SHA-256.
 
     Raises:
         CheckpointError: says what is wrong with it.
@@ -114,14 +114,14 @@ def digest(path: Path) -> dict[str, Any]:
 
 
 def is_sharded(path: Path) -> bool:
-    """Whether this is a checkpoint in a folder of shards, and not a folder that holds checkpoints."""
+    """Whether this folder is one checkpoint of shards, and not a folder that contains checkpoints."""
     return (path / MANIFEST).is_file()
 
 
 def latest_valid(folder: str | Path) -> Path | None:
-    """The newest checkpoint of a folder that is whole: the highest iteration, then the time of writing.
+    """The newest complete checkpoint of a folder: the highest iteration, then the time of writing.
 
-    Warns about every newer one that is not. ``None`` if there is none, or no such folder.
+    Warns about every newer incomplete one. ``None`` if there is no complete one, or no such folder.
     """
     found = Path(folder).glob("[!.]*.ckpt")
     for path in sorted(found, key=lambda p: (iteration_of(p), p.stat().st_mtime), reverse=True):
@@ -140,16 +140,16 @@ def iteration_of(path: Path) -> int:
     return int(match.group(1)) if match else -1
 
 
-# --- into place and away ---------------------------------------------------------------------------------------------
+# --- renaming and removing -------------------------------------------------------------------------------------------
 
 
 def partial_of(path: Path) -> Path:
-    """Where a checkpoint lies while it is written or removed; nobody takes it for a checkpoint."""
+    """Path of a checkpoint while it is written or removed; it is not recognised as a checkpoint there."""
     return path.with_name(f".{path.name}{PARTIAL}")
 
 
 def put_in_place(path: Path) -> None:
-    """Rename what was written beside ``path``, and bring that to disk. An older checkpoint of that name is replaced."""
+    """Rename the finished checkpoint to ``path`` and sync that to disk. An older one of that name is replaced."""
     if path.is_dir() or (path.exists() and partial_of(path).is_dir()):
         remove(path, hidden=path.with_name(f".replaced.{path.name}{PARTIAL}"))  # a rename cannot replace a folder
     os.replace(partial_of(path), path)
@@ -161,7 +161,7 @@ def put_in_place(path: Path) -> None:
 
 
 def remove(path: Path, hidden: Path | None = None) -> None:
-    """Delete a checkpoint; a folder gets another name first, so that never half of one is seen."""
+    """Delete a checkpoint; a folder is renamed first, so that a half-deleted one is never taken for a checkpoint."""
     if not path.is_dir():
         path.unlink(missing_ok=True)
         return

@@ -1,4 +1,4 @@
-"""What a checkpoint is rated by: the value that was logged for its own iteration, and whether one is still to come."""
+"""The monitored metric of a checkpoint: its value in that iteration, and whether it is still to be measured."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch import Tensor
 
 
 def evaluation_follows(trainer: Trainer) -> bool:
-    """Whether Lightning evaluates behind this batch, as far as can be known at ``on_train_batch_end``."""
+    """Whether Lightning evaluates after this batch, as far as can be known at ``on_train_batch_end``."""
     loop: Any = trainer.fit_loop.epoch_loop
     return loop._should_check_val_fx(trainer.fit_loop._data_fetcher) and sum(loop.val_loop.max_batches) > 0
 
 
 class Monitored:
-    """The value of a metric in the iteration at hand.
+    """The value of a metric in the current iteration.
 
-    Lightning's ``callback_metrics`` keeps what was last logged; a value of an earlier iteration says nothing about the
-    weights of this one.
+    Lightning's ``callback_metrics`` keeps the value logged last, which may be of an earlier iteration and so of other
+    weights.
 
     Args:
         name: of the metric; ``None``: there is never a value.
 
     Attributes:
-        value: logged in the iteration that has just ended; ``None`` where there was none, or it was NaN.
+        value: logged in the iteration that has just ended; ``None`` if none was logged, or it was NaN.
     """
 
     def __init__(self, name: str | None) -> None:
@@ -37,7 +37,7 @@ class Monitored:
         self._seen = self._warned = self._evaluated = False
 
     def begin(self, trainer: Trainer) -> None:
-        """A new iteration: what is there now is not its own."""
+        """A new iteration begins: a value logged until now is not its own."""
         self.value = None
         if self.name is not None:
             results: Any = trainer._results
@@ -47,7 +47,7 @@ class Monitored:
             self._former = trainer.callback_metrics.pop(self.name, self._former)
 
     def end(self, trainer: Trainer, *, evaluated: bool) -> None:
-        """The iteration has logged all it will, its evaluation included where there was one."""
+        """The iteration has logged all its metrics, including those of its evaluation if there was one."""
         self._evaluated |= evaluated
         if self.name is None:
             return
@@ -55,10 +55,10 @@ class Monitored:
             number = float(trainer.callback_metrics[self.name])
             self.value, self._seen = None if math.isnan(number) else number, True
         elif self._former is not None:
-            trainer.callback_metrics[self.name] = self._former  # others want what was last logged
+            trainer.callback_metrics[self.name] = self._former  # other readers expect the value logged last
 
     def warn_if_unknown(self, trainer: Trainer) -> None:
-        """Say once that nobody logs the metric, as soon as that is certain."""
+        """Warn once that the metric is not logged, as soon as that is certain."""
         if self.name is None or self._seen or self._warned or (not self._evaluated and _is_evaluated(trainer)):
             return
         near = get_close_matches(self.name, list(trainer.callback_metrics), n=1)
@@ -69,7 +69,7 @@ class Monitored:
 
 
 def _is_evaluated(trainer: Trainer) -> bool:
-    """Whether the run evaluates at all while it trains."""
+    """Whether the run evaluates during training at all."""
     interval: Any = trainer.val_check_batch
     if not trainer.enable_validation or sum(trainer.fit_loop.epoch_loop.val_loop.max_batches) == 0:
         return False

@@ -17,7 +17,7 @@ from lightning_rlhf.distributed.processes import gather_objects
 class RNGState(Callback):
     """Saves the random number generators of every rank and restores them when training resumes.
 
-    Python, NumPy, PyTorch on the CPU and on the rank's device; restored before the first batch is fetched.
+    Generators of Python, NumPy, PyTorch on CPU and on the rank's device; restored before the first batch is fetched.
     """
 
     _pending: list[dict[str, Any]] | None = None
@@ -28,7 +28,7 @@ class RNGState(Callback):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self._pending = checkpoint.get("rng_per_rank")
         if self._pending is None:
-            rank_zero_warn("the checkpoint holds no random number state: the resumed run draws other numbers")
+            rank_zero_warn("the checkpoint holds no random number state: the resumed run draws other random numbers")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         states, self._pending = self._pending, None
@@ -39,7 +39,7 @@ class RNGState(Callback):
         else:
             rank_zero_warn(
                 f"the checkpoint was written by {len(states)} processes, this run has {trainer.world_size}: random "
-                "number states are not restored, the resumed run draws other numbers"
+                "number states are not restored, the resumed run draws other random numbers"
             )
 
 
@@ -55,5 +55,5 @@ def _restore_rng(state: dict[str, Any], device: torch.device) -> None:
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(state["torch"].cpu())
-    if state.get("device") is not None and device.type == state["device_type"]:  # of another kind it means nothing
+    if state.get("device") is not None and device.type == state["device_type"]:  # useless for another device type
         set_rng_state(device, state["device"])

@@ -1,8 +1,8 @@
-"""A checkpoint in a folder: each rank writes the slices it holds, with torch.distributed.checkpoint.
+"""A checkpoint in a folder: each rank writes the shards it holds, with torch.distributed.checkpoint.
 
-``state.pt`` holds everything that is not sharded, and in the place of a sharded tensor its name; ``*.distcp`` and
-``.metadata`` are PyTorch's; ``manifest.json`` is written last and names size and hash of all of them. Such a folder
-can be read by any number of processes, by one without ``torch.distributed``, too.
+``state.pt`` holds everything that is not sharded, and the name of each sharded tensor in its place; ``*.distcp`` and
+``.metadata`` are PyTorch's; ``manifest.json`` is written last and has size and hash of all of them. Any number of
+processes can read such a folder, also a single one without ``torch.distributed``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from lightning_rlhf.checkpoint.files import (
 )
 
 _SHARDED = "sharded tensor"
-"""Key of the mapping that stands in ``state.pt`` for a sharded tensor."""
+"""Key of the mapping that replaces a sharded tensor in ``state.pt``."""
 
 _Result = TypeVar("_Result")
 
@@ -47,7 +47,7 @@ _Result = TypeVar("_Result")
 
 
 def write_folder(checkpoint: dict[str, Any], path: Path) -> None:
-    """Write a checkpoint whose sharded tensors are DTensors; called on every rank. Whole or absent, as a file is.
+    """Write a checkpoint whose sharded tensors are DTensors; called on every rank. Complete or absent, like a file.
 
     Raises:
         CheckpointError: on every rank, if any of them could not write its part; nothing is left behind, and an older
@@ -68,7 +68,7 @@ def write_folder(checkpoint: dict[str, Any], path: Path) -> None:
 
 
 def _together(work: Callable[[], _Result]) -> list[_Result]:
-    """The results of all ranks.
+    """Run ``work`` on every rank, and return the results of all ranks.
 
     Raises:
         CheckpointError: on every rank, if ``work`` fails on one.
@@ -76,7 +76,7 @@ def _together(work: Callable[[], _Result]) -> list[_Result]:
     mine: tuple[Any, str | None]
     try:
         mine = work(), None
-    except CheckpointException as error:  # of all ranks; not an Exception
+    except CheckpointException as error:  # holds the errors of all ranks; not a subclass of Exception
         mine = None, "; ".join(str(failure) for failure, _ in error.failures.values()) or str(error)
     except (OSError, RuntimeError) as error:
         mine = None, str(error)
@@ -89,7 +89,7 @@ def _together(work: Callable[[], _Result]) -> list[_Result]:
 
 
 def _take_out(value: Any, name: str, shards: dict[str, Tensor]) -> Any:
-    """The value with sharded tensors replaced by their names, under which they are in ``shards`` afterwards."""
+    """The value with sharded tensors replaced by their names; the tensors are added to ``shards`` under these names."""
     if isinstance(value, DTensor):
         shards[name] = value.detach()
         return {_SHARDED: name}
@@ -107,7 +107,7 @@ def _prepare(partial: Path) -> None:
 
 
 def _finish(state: Any, hashes: list[dict[str, Any]], path: Path) -> None:
-    """What rank 0 adds once every rank's slices are on disk; then the folder gets its name."""
+    """Rank 0: add state and manifest once all ranks' shards are on disk, then rename the folder."""
     partial = partial_of(path)
     _write(partial / STATE, lambda file: torch.save(state, file))
     files = {name: entry for part in hashes for name, entry in part.items()}
@@ -134,8 +134,8 @@ def read_checkpoint(path: Path, mesh: DeviceMesh | None = None) -> dict[str, Any
 
     Args:
         path: the checkpoint.
-        mesh: what is sharded in a folder is sharded over these ranks, along its first dimension as FSDP2 does; every
-            rank has to call, and reads the slices it needs. ``None``: whole tensors, on the CPU.
+        mesh: sharded tensors of a folder are sharded over these ranks, along the first dimension as in FSDP2; every
+            rank must call this, and reads the shards it needs. ``None``: whole tensors, on the CPU.
 
     Raises:
         CheckpointError: the folder is damaged.
@@ -174,7 +174,7 @@ def _put_back(value: Any, shards: dict[str, Tensor]) -> Any:
 
 
 class _Reader(dcp.FileSystemReader):
-    """PyTorch's reader, whose ``.metadata`` is a pickle, held to the classes that belong into one."""
+    """PyTorch's reader; ``.metadata`` is a pickle, of which only the expected classes are loaded."""
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
         with (Path(self.path) / ".metadata").open("rb") as file:
@@ -206,4 +206,4 @@ _ALLOWED = {
         "_MEM_FORMAT_ENCODING",
     },
 }
-"""Classes in a ``.metadata`` by module, as seen with torch 2.13, and the dtypes."""
+"""Classes allowed in a ``.metadata``, by module, as found with torch 2.13; and the dtypes."""

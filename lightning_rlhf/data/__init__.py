@@ -1,4 +1,4 @@
-"""Data: sources of rows, prompts made of them, and the data module that hands them out."""
+"""Data: sources of rows, prompts made from them, and the data module that serves them in batches."""
 
 from lightning_rlhf.data.datamodule import PromptDataModule
 from lightning_rlhf.data.lengths import check_room

@@ -24,13 +24,13 @@ log = logging.getLogger(__name__)
 class PromptDataModule(LightningDataModule):
     """Prompts for training and validation.
 
-    One Lightning epoch holds the whole run: the training loader yields ``iterations`` batches, however many passes
+    The whole run is one Lightning epoch: the training loader yields ``iterations`` batches, however many passes
     over the data that takes. Use ``Trainer(max_epochs=1, use_distributed_sampler=False)``.
 
-    Held-out prompts come from a source of their own (``validation``) or are taken out of the training data
+    Held-out prompts come from their own source (``validation``) or are taken out of the training data
     (``validation_size``). In the second case a hash of the prompt's content decides
-    (:func:`~lightning_rlhf.experience.prompt_key`), so the same prompts are held out in every run, whatever its seed,
-    its tokenizer, its chat template or the day, and no held-out prompt is trained on, not even as a duplicate row.
+    (:func:`~lightning_rlhf.experience.prompt_key`), so every run holds out the same prompts, whatever its seed,
+    tokenizer, chat template or the day, and no held-out prompt is trained on, not even as a duplicate row.
 
     Args:
         train: source of the training rows: a path, a list of paths, a list of rows, or an object that gives rows,
@@ -45,7 +45,7 @@ class PromptDataModule(LightningDataModule):
         system_prompt: put before chat messages that have no system message.
         text_as_chat: wrap text prompts as one user message.
         chat_template_kwargs: further arguments of the chat template.
-        shuffle: a new order for each pass over the training data.
+        shuffle: whether each pass over the training data has a new order.
         validation_size: number of prompts to hold out from the training rows.
         validation_limit: validation prompts used at most, the first ones; ``None`` uses all.
         validation_batch_size: prompts of one validation batch.
@@ -100,9 +100,9 @@ class PromptDataModule(LightningDataModule):
         self._loader: PromptLoader | None = None
         self._held_out: dict[str, Any] = {}
         self.accept_other_data = False
-        """Whether a checkpoint that was trained on other data may be resumed."""
+        """Whether a checkpoint of a run on other data may be resumed."""
         self.dropped: dict[str, int] = {}
-        """Prompts dropped because they were too long, by setting (``train``, ``validation``)."""
+        """Number of prompts dropped because they were too long, by setting (``train``, ``validation``)."""
 
     # --- prompts -------------------------------------------------------------------------------------------------
 
@@ -150,7 +150,7 @@ class PromptDataModule(LightningDataModule):
     # --- Lightning -----------------------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
-        """Read and tokenise the data (once); a fit begins at the first batch unless a checkpoint says otherwise."""
+        """Read and tokenise the data (once); a fit begins at the first batch unless it resumes a checkpoint."""
         prompts = self.train_prompts
         if stage == "fit":
             rank, world = self._place()
@@ -178,7 +178,7 @@ class PromptDataModule(LightningDataModule):
         return self._loader
 
     def train_batch(self, index: int) -> PromptBatch:
-        """Batch ``index`` of the run, counted from 0, before its turn: what asynchronous rollouts generate next."""
+        """Batch ``index`` of the run, counted from 0, ahead of its iteration: for rollouts that are generated ahead."""
         if self._loader is None:
             raise RuntimeError("PromptDataModule.setup('fit') must run before train_batch()")
         return self._loader.batch(index)
@@ -188,14 +188,14 @@ class PromptDataModule(LightningDataModule):
         return ValidationLoader(self.validation_prompts, self.validation_batch_size, *self._place())
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """A prompt batch holds no tensor; Lightning would look for one in every list of ids."""
+        """Return the batch unchanged: it holds no tensor, and Lightning would search every list of ids for one."""
         return batch
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self._loader is None else self._loader.state_dict() | {"held_out": self._held_out}
 
     def refuse_other_data(self, state_dict: Mapping[str, Any]) -> None:
-        """Before the run is opened that a checkpoint with this state belongs to; needs ``setup("fit")``.
+        """Check the data against a checkpoint's state before the tracked run is opened; needs ``setup("fit")``.
 
         Raises:
             DataError: the checkpoint was trained on other data, and :attr:`accept_other_data` is not set.
@@ -205,7 +205,7 @@ class PromptDataModule(LightningDataModule):
             self._loader.changes(state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue behind the batches already handed out; evaluation has no position to restore.
+        """Continue after the batches already returned; evaluation has no position to restore.
 
         Raises:
             DataError: the checkpoint was trained on other data, and :attr:`accept_other_data` is not set.
@@ -217,15 +217,15 @@ class PromptDataModule(LightningDataModule):
                 log.warning("data.validation: %s; eval/* from here on cannot be compared with those before", changed)
 
     def _place(self) -> tuple[int, int]:
-        """Rank of this process and number of processes."""
+        """Rank of this process, and number of processes."""
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
 
 
 def _reopen_epoch(trainer: Trainer) -> None:
-    """Let a resumed run go on that had reached its end and is now given more iterations.
+    """Let a finished run continue that is resumed with more iterations.
 
-    The whole run is one Lightning epoch. A checkpoint of its last batch says that the epoch is over, and Lightning
-    would stop at once; after this it reads like the checkpoint of any other batch.
+    The whole run is one Lightning epoch. In a checkpoint of its last batch the epoch is over, and Lightning
+    would stop at once; this makes its progress look like that of any other batch.
     """
     fit_loop = trainer.fit_loop
     fit_loop.epoch_loop.batch_progress.is_last_batch = False
@@ -239,12 +239,12 @@ def _reopen_epoch(trainer: Trainer) -> None:
 def hold_out(
     prompts: Sequence[Prompt], size: int, too_long: Sequence[Prompt] = ()
 ) -> tuple[list[Prompt], list[Prompt]]:
-    """Split off ``size`` different prompts: those whose hash comes first. Keys decide, so duplicates stay together.
+    """Split off the ``size`` different prompts with the smallest hashes; duplicates have one key and stay together.
 
     Args:
         prompts: of the training data.
-        size: of the held-out part, prompts that are too long included: which they are says the tokenizer, and where
-            a prompt belongs must not depend on it.
+        size: of the held-out part, too long prompts included: the tokenizer decides which are too long, and the split
+            must not depend on the tokenizer.
         too_long: prompts of the training data that are not used.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What data a checkpoint belongs to: that of training with its order, and what was held out."""
+"""Fingerprints of the data of a checkpoint: the training prompts and their order, and the held-out prompts."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lightning_rlhf.data.prompts import Prompt
 
 
 def fingerprint(prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> dict[str, Any]:
-    """Plain values that differ where another run would draw other prompts.
+    """Plain values that differ if another run would draw other prompts.
 
-    Rows count as they are in the data, answers included; where they lie (columns that begin with ``_``) does not.
+    Rows are hashed with all columns, answers included, except those that begin with ``_`` (the row's place of origin).
 
     Args:
-        prompts: those trained on, in the data's order.
+        prompts: the training prompts, in the data's order.
         seed: of the order.
-        shuffle: whether each pass has an order of its own.
+        shuffle: whether each pass has its own order.
     """
     rows = [_digest(prompt) for prompt in prompts]
     return {
@@ -31,7 +31,7 @@ def fingerprint(prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> dict[
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What another run would see differently, in words; empty if nothing."""
+    """The differences between two fingerprints, in words; empty if there is none."""
     found = []
     if before["prompts"] != now["prompts"]:
         found.append(f"{before['prompts']} training prompts then, {now['prompts']} now")
@@ -47,12 +47,12 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def held_out(prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """Plain values that differ where evaluations are of other prompts; their order does not matter."""
+    """Plain values that differ if the held-out prompts differ; their order does not matter."""
     return {"prompts": len(prompts), "rows": _joined(sorted(_digest(prompt) for prompt in prompts))}
 
 
 def held_out_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """What another run would be evaluated on, in words; empty if the same."""
+    """The difference between two sets of held-out prompts, in words; empty if they are the same."""
     if before["prompts"] != now["prompts"]:
         return f"{before['prompts']} held-out prompts then, {now['prompts']} now"
     return f"other held-out rows, though as many ({now['prompts']})" if before["rows"] != now["rows"] else ""

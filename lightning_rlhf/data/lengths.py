@@ -1,4 +1,4 @@
-"""Whether prompts leave room for their responses, known before the first of them is generated."""
+"""Check that prompts leave room for their responses, before the first one is generated."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def check_room(data: HasPrompts, max_new_tokens: int, limit: int, limited_by: st
 
     Args:
         data: training and held-out prompts.
-        max_new_tokens: of a response.
+        max_new_tokens: longest response.
         limit: tokens of prompt and response together.
-        limited_by: what the limit is, in words.
+        limited_by: the source of the limit, in words.
 
     Raises:
-        DataError: naming the rows, and the two keys that make room.
+        DataError: names the rows, and the two keys that make room.
     """
     most = limit - max_new_tokens
     if most < 1:

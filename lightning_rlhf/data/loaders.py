@@ -1,4 +1,4 @@
-"""Which prompts are drawn when: the stream of training, its position in checkpoints, and the held-out prompts."""
+"""Order of the prompts: the training stream, its position in checkpoints, and the held-out prompts."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ log = logging.getLogger(__name__)
 
 
 class PromptStream:
-    """Which prompts batch ``c`` consists of: a function of the seed and ``c``, whatever was drawn before.
+    """The prompts of batch ``c``: a function of the seed and ``c``, independent of what was drawn before.
 
-    The data is gone through in passes, each in a fresh order, and the passes follow one another without a gap: a
-    batch may hold the end of one pass and the beginning of the next, so no prompt is lost at a pass's tail. The
-    stream is cut into batches over all ranks, and each rank takes its share of every batch; the order of the data
-    does not depend on the number of ranks.
+    Passes over the data, each in a new order, follow one another without a gap: a batch may hold the end of one pass
+    and the beginning of the next, so no prompt is lost at the end of a pass. The stream is cut into batches over all
+    ranks, and each rank takes its share of every batch; the order of the data does not depend on the number of ranks.
 
     Args:
         size: number of prompts.
@@ -31,7 +30,7 @@ class PromptStream:
         seed: of the order.
         rank: of this process.
         world: number of processes; must divide ``batch``.
-        shuffle: whether each pass has an order of its own; otherwise the data's order is kept.
+        shuffle: whether each pass has its own order; otherwise the data's order is kept.
     """
 
     def __init__(
@@ -41,7 +40,7 @@ class PromptStream:
             raise DataError(f"data.prompts_per_iteration = {batch} cannot be shared evenly by {world} processes")
         self.size, self.batch, self.seed, self.rank, self.world, self.shuffle = size, batch, seed, rank, world, shuffle
         self.origin = (0, 0)
-        """A batch, and the position at which it begins: other batches lie before and behind it."""
+        """A batch and the stream position at which it begins; positions of other batches are counted from it."""
         self._orders: dict[int, list[int]] = {}
 
     def __getitem__(self, c: int) -> list[tuple[int, int]]:
@@ -67,9 +66,9 @@ class PromptStream:
 
 
 class PromptLoader:
-    """Iterates over the stream and knows how many batches it has handed out; that number is its whole state.
+    """Iterates over the stream and counts the batches it has returned; with the stream's origin that is its state.
 
-    It draws nothing from PyTorch's global random state and uses no worker processes: prompts are tokenised already.
+    It does not use PyTorch's global random state nor worker processes: prompts are tokenised already.
     """
 
     def __init__(self, prompts: Sequence[Prompt], stream: PromptStream, iterations: int) -> None:
@@ -79,7 +78,7 @@ class PromptLoader:
         self.fingerprint = fingerprint(prompts, seed=stream.seed, shuffle=stream.shuffle)
 
     def __len__(self) -> int:
-        """Batches of the whole run, those already handed out included (Lightning counts from the run's start)."""
+        """Batches of the whole run, those already returned included (Lightning counts from the run's start)."""
         return self.iterations
 
     def __iter__(self) -> Iterator[PromptBatch]:
@@ -88,7 +87,7 @@ class PromptLoader:
             yield self.batch(self.consumed - 1)
 
     def batch(self, c: int) -> PromptBatch:
-        """Batch ``c`` of the run, counted from 0; hands nothing out."""
+        """Batch ``c`` of the run, counted from 0; does not change the loader's state."""
         drawn = self.stream[c]
         return collate([self.prompts[index] for _, index in drawn], [data_pass for data_pass, _ in drawn])
 
@@ -97,30 +96,30 @@ class PromptLoader:
         return {"consumed": self.consumed, "batch": self.stream.batch, "origin": origin, "data": self.fingerprint}
 
     def changes(self, state: Mapping[str, Any]) -> list[str]:
-        """What is other data than that of a saved state, in words; empty if it is the same.
+        """The differences between this data and that of a saved state, in words; empty if it is the same.
 
         Raises:
-            DataError: it is not, and :attr:`accept_other_data` is not set.
+            DataError: the data differs, and :attr:`accept_other_data` is not set.
         """
         if "data" in state:
             changed = differences(state["data"], self.fingerprint)
             what = f"was trained on other data: {'; '.join(changed)}. Give it the same data, or set "
         else:
-            changed = ["that of the checkpoint is not known"]
-            what = "does not say which data it was trained on: an earlier release wrote it, which held out others. Set "
+            changed = ["the checkpoint's data is unknown"]
+            what = "does not say which data it was trained on: an earlier release, with another split, wrote it. Set "
         if changed and not self.accept_other_data:
             raise DataError(
-                f"data: the checkpoint {what}resume_on_other_data=true to go on with this one from its first batch"
+                f"data: the checkpoint {what}resume_on_other_data=true to go on with this data from its first batch"
             )
         return changed
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue behind the batches already handed out; with another batch size at the same prompt.
+        """Continue after the batches already returned; with another batch size at the same prompt.
 
-        Lightning calls it a second time, behind the data module's.
+        Lightning calls this a second time, after the data module's ``load_state_dict``.
 
         Args:
-            state: as :meth:`state_dict` gave it.
+            state: as returned by :meth:`state_dict`.
 
         Raises:
             DataError: content, order or seed of the data differ, and :attr:`accept_other_data` is not set.
@@ -139,7 +138,7 @@ class PromptLoader:
 class ValidationLoader:
     """Fixed prompts in fixed order; rank ``r`` of ``world`` takes every ``world``-th prompt from the ``r``-th on.
 
-    All ranks have equally many batches; of one that has too few prompts for it the last one is empty.
+    All ranks have equally many batches; if a rank has too few prompts, its last batch is empty.
     """
 
     def __init__(self, prompts: Sequence[Prompt], batch: int, rank: int = 0, world: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""From data rows to prompts: messages or text, the chat template applied once, exactly one BOS, nothing cut."""
+"""From data rows to prompts: messages or text, the chat template applied once, exactly one BOS, no truncation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_rlhf.data.sources import SOURCE_KEY, DataError, Row
 from lightning_rlhf.experience import PromptBatch, prompt_key
 
 MESSAGES_KEY = "_messages"
-"""Key under which a chat prompt's messages, system prompt included, travel in the row (for reward models)."""
+"""Key of the row that holds a chat prompt's messages, system prompt included (for reward models)."""
 
 _CHUNK = 1024  # texts per tokenizer call
 
@@ -29,7 +29,7 @@ class Prompt:
     key: str
     row: Row
     copy: int = 0
-    """Earlier rows of the source with the same key."""
+    """Number of earlier rows of the source with the same key."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class EncodedPrompts:
     """The prompts of one source.
 
     Attributes:
-        prompts: those that fit, in the rows' order.
-        too_long: those longer than the limit, in the rows' order; of huge ones the tokens of their beginning.
+        prompts: prompts within the limit, in the rows' order.
+        too_long: prompts over the limit, in the rows' order; of huge ones only the tokens of their beginning.
     """
 
     prompts: list[Prompt]
@@ -46,7 +46,7 @@ class EncodedPrompts:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt, too long ones included; of huge ones at least so many."""
+        """Tokens of the longest prompt, too long ones included; a lower bound if it is huge."""
         return max(len(prompt.ids) for prompt in [*self.prompts, *self.too_long])
 
 
@@ -63,7 +63,7 @@ class PromptEncoder:
         system_prompt: put before the messages of rows that do not begin with a system message.
         text_as_chat: wrap text prompts as one user message.
         chat_template_kwargs: further arguments of the chat template, such as ``enable_thinking``.
-        max_tokens: longer prompts are dropped, never cut; ``None`` keeps all.
+        max_tokens: longer prompts are dropped, never truncated; ``None`` keeps all.
     """
 
     def __init__(
@@ -82,13 +82,13 @@ class PromptEncoder:
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.max_tokens = max_tokens
         self.counted_in_part = False
-        """Whether the tokens of a prompt were not counted to its end, as it is too long in any case."""
+        """Whether some prompt was so long that its tokens were not all counted."""
         probe = tokenizer("", add_special_tokens=True)["input_ids"]
         bos = tokenizer.bos_token_id
         self._bos: list[int] = [bos] if bos is not None and list(probe[:1]) == [bos] else []
 
     def encode(self, rows: Iterable[Row]) -> EncodedPrompts:
-        """Prompts of all rows, those that are too long set apart.
+        """Prompts of all rows, the too long ones separately.
 
         Raises:
             DataError: a row has no usable prompt, there is no row, or no prompt fits.
@@ -100,7 +100,7 @@ class PromptEncoder:
             for (text, row), ids in zip(rendered, self._tokenise(rendered), strict=True):
                 if not ids:
                     raise DataError(f"{row[SOURCE_KEY]}: the tokenizer makes no token of the prompt {text[:60]!r}")
-                # The content decides, not the rendered text: a template may write today's date into it.
+                # The key is of the content, not of the rendered text: a template may write today's date into it.
                 prompt = Prompt(ids, text, prompt_key(row[self.prompt_field]), row)
                 fits = self.max_tokens is None or len(ids) <= self.max_tokens
                 (prompts if fits else too_long).append(prompt)
@@ -164,14 +164,14 @@ class PromptEncoder:
             text = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True, **self.chat_template_kwargs
             )
-        except Exception as error:  # templates are programs: they refuse by exceptions of Jinja's or of any other kind
+        except Exception as error:  # templates are programs: they may raise exceptions of Jinja or of any other kind
             raise DataError(f"{origin}: the chat template refuses the messages: {_in_words(error)}") from error
         return _valid_unicode(str(text), origin)
 
     def _tokenise(self, rendered: list[tuple[str, Row]]) -> Iterator[list[int]]:
         try:
             plain = self._ids([text for text, _ in rendered])
-        except Exception:  # which kind depends on the tokenizer; one at a time, the row can be named
+        except Exception:  # its class depends on the tokenizer; encoding row by row finds the row to name
             plain = [self._ids_of_row(text, row) for text, row in rendered]
         for (_, row), ids in zip(rendered, plain, strict=True):
             needs_bos = MESSAGES_KEY not in row and ids[:1] != self._bos
@@ -184,11 +184,11 @@ class PromptEncoder:
         return ids
 
     def _enough(self, text: str) -> str:
-        """The text, or as much of a huge one as shows that it is too long: a tokenizer takes seconds for a megabyte."""
+        """The text, or so much of a huge text that it is surely too long: a tokenizer takes seconds for a megabyte."""
         if self.max_tokens is None or len(text) <= 64 * self.max_tokens:
             return text
         beginning = text[: 16 * self.max_tokens]
-        # Twice the limit: where a text is cut, its last tokens are others.
+        # Twice the limit, since the last tokens before the cut differ from those of the whole text.
         if len(self.tokenizer(beginning, add_special_tokens=False, verbose=False)["input_ids"]) <= 2 * self.max_tokens:
             return text
         self.counted_in_part = True
@@ -205,7 +205,7 @@ class PromptEncoder:
 
 
 def _valid_unicode(text: str, origin: str) -> str:
-    """The text, if it can be encoded; half a surrogate pair, which JSON can write as ``\\ud83d``, cannot."""
+    """The text, if it can be encoded as UTF-8; half a surrogate pair, which JSON can write as ``\\ud83d``, cannot."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -217,17 +217,17 @@ def _valid_unicode(text: str, origin: str) -> str:
 
 
 def _in_words(error: Exception) -> str:
-    """An exception on one line; its type where that says more than the text."""
+    """An exception on one line; its type if that says more than the text."""
     text = " ".join(str(error).split())
     kind = type(error).__name__
     return text[:300] if kind in ("TemplateError", "ValueError", "Exception") and text else f"{kind}: {text:.300}"
 
 
 def refuse_unknown_characters(tokenizer: PreTrainedTokenizerBase, text: str, origin: str) -> None:
-    """Say which characters a tokenizer of single characters, such as that of ``model=tiny``, lacks for a text.
+    """Refuse a text with characters that a character-level tokenizer, such as that of ``model=tiny``, lacks.
 
     Raises:
-        DataError: it lacks some. A tokenizer with a token for what is unknown, or of pieces of text, lacks none.
+        DataError: it lacks some. A tokenizer with an unknown token, or of subwords, lacks none.
     """
     known = set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)
     missing = sorted(set(text) - known)
@@ -241,7 +241,7 @@ def refuse_unknown_characters(tokenizer: PreTrainedTokenizerBase, text: str, ori
 
 
 def collate(prompts: Sequence[Prompt], passes: Sequence[int]) -> PromptBatch:
-    """A batch of prompts; ``passes`` says in which pass over the data each was drawn."""
+    """A batch of prompts; ``passes`` has the number of the pass over the data in which each was drawn."""
     return PromptBatch(
         ids=[prompt.ids for prompt in prompts],
         texts=[prompt.text for prompt in prompts],
@@ -253,7 +253,7 @@ def collate(prompts: Sequence[Prompt], passes: Sequence[int]) -> PromptBatch:
 
 
 def numbered(prompts: Iterable[Prompt]) -> list[Prompt]:
-    """The prompts; each says how many before it have the same key, so that copies get samples of their own."""
+    """The prompts, each with the number of earlier ones of the same key, so that copies get different samples."""
     seen: Counter[str] = Counter()
     result = []
     for prompt in prompts:

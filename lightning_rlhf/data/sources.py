@@ -1,6 +1,6 @@
-"""Where data rows come from: JSONL, Parquet and Hugging Face datasets; a list of rows is a source as it is.
+"""Where data rows come from: JSONL, Parquet and Hugging Face datasets; a list of rows is a source as well.
 
-A source is anything that can be iterated over and gives one mapping per row. Every row carries the place it came from
+A source is anything that can be iterated over and gives one mapping per row. Every row carries its place of origin
 (``train.jsonl:12``) under :data:`SOURCE_KEY`, so that an error found much later can still name it.
 """
 
@@ -20,7 +20,7 @@ from hydra.utils import get_original_cwd
 from omegaconf import OmegaConf
 
 SOURCE_KEY = "_source"
-"""Key of a row's place of origin; also read by the rewards for their error messages."""
+"""Key of a row's place of origin; the rewards read it for their error messages."""
 
 GZIP = b"\x1f\x8b"
 PACKED = (".gz", ".zip", ".zst", ".bz2", ".xz")
@@ -138,7 +138,7 @@ READERS: dict[str, type[JSONLSource | ParquetSource]] = {
 
 
 def open_source(value: Any) -> Iterable[Mapping[str, Any]]:
-    """The source a setting stands for.
+    """The source that a setting names.
 
     Args:
         value: a source object or a list of rows (both returned as they are), the path of a ``.jsonl`` or
@@ -146,7 +146,7 @@ def open_source(value: Any) -> Iterable[Mapping[str, Any]]:
             list of such paths, read in turn.
 
     Raises:
-        DataError: nothing of that kind.
+        DataError: it is none of these.
     """
     if OmegaConf.is_config(value):
         value = OmegaConf.to_container(value, resolve=True)
@@ -176,21 +176,21 @@ def read_rows(source: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
 
 
 def listed(items: Sequence[str], most: int = 5) -> str:
-    """The first of the items, and how many there are beside them."""
+    """The first items, and how many more there are."""
     more = f" and {len(items) - most} more" if len(items) > most else ""
     return ", ".join(items[:most]) + more
 
 
 def resolve_path(path: str | Path) -> Path:
-    """Absolute form of a path: ``~`` and environment variables expanded, relative to where the command was typed."""
+    """Absolute form of a path: ``~`` and environment variables expanded, relative to the command's working folder."""
     base = Path(get_original_cwd()) if HydraConfig.initialized() else Path.cwd()
     return base / Path(os.path.expandvars(path)).expanduser()
 
 
 def find_files(path: Path, suffixes: Sequence[str]) -> list[Path]:
-    """The file, or all files of a folder or pattern (``*``, ``?``, ``[...]``) that end so, by name.
+    """The file, or all files of a folder or pattern (``*``, ``?``, ``[...]``) with one of the suffixes, sorted by name.
 
-    Files that begin with a dot or an underscore are none of the data (``_SUCCESS`` and the like).
+    Files that begin with a dot or an underscore (``_SUCCESS`` and the like) are left out.
 
     Raises:
         DataError: there is none.
@@ -239,7 +239,7 @@ def parse_line(line: bytes, origin: str) -> Row:
     """One line of a JSONL file.
 
     Raises:
-        DataError: it is no JSON object; with its place, the column (counted in characters from 1) and the text there.
+        DataError: it is no JSON object; names place, column (in characters, from 1) and the text there.
     """
     if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise DataError(f"{origin}: not UTF-8 text but UTF-16; save the file as UTF-8")
@@ -262,7 +262,7 @@ def parse_line(line: bytes, origin: str) -> Row:
     if not isinstance(row, dict):
         hint = _hint(text, origin)
         raise DataError(f'{origin}: a line must hold one JSON object such as {{"prompt": ...}}, not {row!r:.60}{hint}')
-    if "\\ud" in text.lower():  # an escape that may be half of a pair; found here, it is found before the run needs it
+    if "\\ud" in text.lower():  # an escape that may be half of a surrogate pair, which could not be encoded later
         try:
             json.dumps(row, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError as error:
@@ -274,7 +274,7 @@ def parse_line(line: bytes, origin: str) -> Row:
 
 
 def _hint(text: str, origin: str) -> str:
-    """What a file is that is no JSONL from its first line on."""
+    """What kind of file this seems to be, if it is not JSONL from its first line on."""
     if not origin.endswith(":1") or not (text.startswith("[") or text == "{"):
         return ""
     kind, filter_ = ("one JSON array", "'.[]'") if text.startswith("[") else ("JSON over several lines", ".")

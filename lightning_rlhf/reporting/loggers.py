@@ -1,12 +1,12 @@
-"""Loggers of a run: any number of them, named blocks of the configuration, and what they may be told.
+"""Loggers of a run: any number of them, each a named block of the configuration.
 
-Every logger of Lightning can be one. Beside numbers it is told what it has a method for:
+Every Lightning logger can be used. Beside metrics it gets what it defines a method for:
 
-* ``log_start(iteration)``: training goes on behind this iteration; what was recorded of later ones is void.
+* ``log_start(iteration)``: training continues after this iteration; earlier records of later iterations are void.
 * ``log_config(config)``: the resolved configuration, in place of ``log_hyperparams`` with its flattened keys.
 * ``log_samples(rows, iteration)``, ``log_decisions(rows)``: tables; ``log_file(path, folder)``: a figure.
 * ``log_checkpoints(paths, latest=..., best=...)``: the checkpoints that exist.
-* ``closing_lines()``: where the record is, for the terminal.
+* ``closing_lines()``: lines for the terminal that say where the record is.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning_rlhf.files import ensure_line_end, replaced, write_whole
 
 Ability = Literal["log_start", "log_samples", "log_decisions", "log_file", "log_checkpoints", "closing_lines"]
-"""What a logger may have a method for, beside what Lightning's have; see the head of this file."""
+"""Optional methods of a logger beside those of Lightning's; see the head of this file."""
 
 
 def tell(loggers: Iterable[Logger], what: Ability, *arguments: Any, **options: Any) -> list[Any]:
-    """Call the method ``what`` of every logger that has it; what they returned."""
+    """Call the method ``what`` of every logger that has it, and return the results."""
     methods = [getattr(logger, what, None) for logger in loggers]
     return [method(*arguments, **options) for method in methods if method is not None]
 
@@ -59,7 +59,7 @@ MLFLOW = "lightning_rlhf.reporting.RLMLFlowLogger"
 
 
 def blocks_of(loggers: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The blocks of ``logger`` by name; a single block without a name gets that of its class."""
+    """The blocks of ``logger`` by name; a single block without a name is named after its class."""
     if not loggers:
         return {}
     if "_target_" in loggers:
@@ -69,7 +69,7 @@ def blocks_of(loggers: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def tracked(loggers: Mapping[str, Any] | None, **options: Any) -> dict[str, Any]:
-    """The blocks of ``logger`` with options set in those of MLflow: how the tracked run goes on."""
+    """The blocks of ``logger`` with options set in those of MLflow, which say how the tracked run continues."""
     return {
         name: block | options if isinstance(block, dict) and block.get("_target_") == MLFLOW else block
         for name, block in blocks_of(loggers).items()
@@ -80,9 +80,9 @@ def tracked(loggers: Mapping[str, Any] | None, **options: Any) -> dict[str, Any]
 
 
 class RunCSVLogger(CSVLogger):
-    """Lightning's, for runs that go on: the rows that were written before stay, up to where training continues.
+    """Lightning's CSV logger for resumed runs: rows up to the iteration where training continues are kept.
 
-    The file is never without them: where it has to be written anew, the new one takes its place as a whole.
+    The file is never without them: to rewrite it, a new file is written completely and then replaces it.
     """
 
     _goes_on = False
@@ -100,7 +100,7 @@ class RunCSVLogger(CSVLogger):
 
     @rank_zero_only
     def log_start(self, iteration: int) -> None:
-        """Keep the rows of earlier starts up to this iteration, which Lightning's logger would delete."""
+        """Keep the rows of earlier starts up to this iteration; Lightning's logger would delete them."""
         self._goes_on = True
         self.experiment.keep(iteration)
         with suppress(FileNotFoundError):
@@ -110,13 +110,13 @@ class RunCSVLogger(CSVLogger):
 
     @rank_zero_only
     def log_decisions(self, rows: list[dict[str, Any]]) -> None:
-        """Add what callbacks decided in one iteration and why to ``decisions.jsonl`` beside the numbers."""
-        _ = self.experiment  # makes the folder
+        """Append the callbacks' decisions in one iteration, with reasons, to ``decisions.jsonl`` beside the metrics."""
+        _ = self.experiment  # creates the folder
         with self._decisions.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
     def closing_lines(self) -> list[str]:
-        """Where the numbers are."""
+        """Where the metrics are."""
         return [f"metrics of all iterations:\n  {Path(self.log_dir).absolute() / 'metrics.csv'}"]
 
     @property
@@ -126,14 +126,14 @@ class RunCSVLogger(CSVLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> _Rows:
-        """What writes the file."""
+        """The writer of the file."""
         if self._experiment is None:
             self._experiment = _Rows(self.log_dir, goes_on=self._goes_on)
         return cast(_Rows, self._experiment)
 
 
 def _made_by(iteration: int, line: str) -> bool:
-    """Whether this is a decision of an iteration up to this one, and not half of a line."""
+    """Whether this line is complete and is a decision of an iteration up to this one."""
     try:
         return int(json.loads(line)["iteration"]) <= iteration
     except ValueError:
@@ -141,14 +141,14 @@ def _made_by(iteration: int, line: str) -> bool:
 
 
 class _Rows(ExperimentWriter):
-    """Lightning's writer, but what it would rewrite in place is written beside the file, which is then replaced."""
+    """Lightning's writer, but instead of rewriting the file in place it writes a new one and replaces it."""
 
     def __init__(self, log_dir: str, *, goes_on: bool) -> None:
         self._goes_on = goes_on
         super().__init__(log_dir)
 
     def keep(self, iteration: int) -> None:
-        """Leave out the rows of later iterations, and the last one where a killed process has written half of it."""
+        """Remove the rows of later iterations, and a last row that a killed process has half written."""
         columns, rows = self._written()
         self.metrics_keys = columns
         if columns:
@@ -162,7 +162,7 @@ class _Rows(ExperimentWriter):
         self._replace(self._written()[1])  # metrics_keys has the new names
 
     def _written(self) -> tuple[list[str], list[dict[str, str]]]:
-        """Columns and whole rows of the file; nothing where there is none, or not even a whole header."""
+        """Columns and complete rows of the file; nothing if there is no file or no complete header."""
         file = Path(self.metrics_file_path)
         text = file.read_bytes().decode("utf-8", "replace") if file.exists() else ""
         reader = csv.DictReader(text[: text.rfind("\n") + 1].splitlines())
@@ -176,7 +176,7 @@ class _Rows(ExperimentWriter):
 
 
 class RunTensorBoardLogger(TensorBoardLogger):
-    """Lightning's, for runs that go on: TensorBoard hides what was recorded of iterations that are done again."""
+    """Lightning's TensorBoard logger for resumed runs: TensorBoard hides the old values of repeated iterations."""
 
     def __init__(
         self,
@@ -198,12 +198,12 @@ class RunTensorBoardLogger(TensorBoardLogger):
 
     @rank_zero_only
     def log_start(self, iteration: int) -> None:
-        """Later steps of earlier event files are void."""
+        """Tell TensorBoard to ignore later steps of earlier event files."""
         self._kwargs["purge_step"] = iteration + 1
 
     @rank_zero_only
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Hyper-parameters, for the page of that name, without the metric that Lightning would add to show them."""
+        """Log hyper-parameters for TensorBoard's page, without the placeholder metric that Lightning would add."""
         from torch.utils.tensorboard.summary import hparams
 
         values = dict(_leaves(config, ""))
@@ -214,7 +214,7 @@ class RunTensorBoardLogger(TensorBoardLogger):
 
 
 class RunWandbLogger(WandbLogger):
-    """Lightning's, with an error that says what to install."""
+    """Lightning's W&B logger, with an error that says what to install."""
 
     def __init__(
         self,

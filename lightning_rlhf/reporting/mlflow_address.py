@@ -1,4 +1,4 @@
-"""Where a run is recorded: address of the store, the run that goes on, and what MLflow is told before it starts."""
+"""Where a run is recorded: address of the store, the MLflow run to continue, and settings of the MLflow library."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PARENT_TAG = "mlflow.parentRunId"
 
 
 def earlier_run(resume_from: str | Path | None) -> RunRecord | None:
-    """What is recorded in the folder of the run that goes on; where nothing is, that is said, and a run is new."""
+    """The record in the folder of the run to continue; without one, a warning says that a new MLflow run is started."""
     earlier = RunRecord.read(resume_from) if resume_from is not None else None
     if resume_from is not None and earlier is None:
         log.warning("resume: no MLflow run is recorded in %s; a new one is started", Path(resume_from) / FOLDER)
@@ -29,7 +29,7 @@ def earlier_run(resume_from: str | Path | None) -> RunRecord | None:
 
 
 def store_of(record: RunRecord, folder: str | Path | None) -> str | None:
-    """Address of the store of a run in this folder, which may have been moved with it; ``None`` where it is lost."""
+    """Address of the store of a run in this folder, which may have been moved with it; ``None`` if it is not found."""
     path = Path(record.tracking_uri.removeprefix("sqlite:///"))
     if not record.tracking_uri.startswith("sqlite:///"):
         return record.tracking_uri
@@ -44,7 +44,7 @@ def store_of(record: RunRecord, folder: str | Path | None) -> str | None:
 
 
 def branch_tags(parent: RunRecord | None, folder: str | Path | None, iteration: int | None) -> dict[str, str]:
-    """Tags of a branch: MLflow's own for the parent, and one to read."""
+    """Tags of a branch: MLflow's own tag for the parent run, and a readable one."""
     if folder is None:
         return {}
     known = {PARENT_TAG: parent.run_id} if parent is not None and parent.run_id is not None else {}
@@ -53,14 +53,14 @@ def branch_tags(parent: RunRecord | None, folder: str | Path | None, iteration: 
 
 
 def address(given: str | None, store_dir: str | Path) -> str:
-    """Of the store: the one given, the environment's, or a file in ``store_dir``.
+    """Address of the store: the one given, that of the environment, or a file in ``store_dir``.
 
     Raises:
         ValueError: a plain folder, which MLflow no longer accepts.
     """
     named = os.environ.get("MLFLOW_TRACKING_URI")
     if given and named and passwords.without(named) == given:
-        given = named  # what a run's record holds is without the password
+        given = named  # a run's record has the address without its password
     uri = given or named
     if not uri:
         return f"sqlite:///{Path(store_dir).expanduser().absolute() / 'mlflow.db'}"
@@ -70,17 +70,17 @@ def address(given: str | None, store_dir: str | Path) -> str:
             "null (a local sqlite file in logger.mlflow.store_dir), sqlite:///FILE or the address of a server"
         )
     known = passwords.credentials(uri) if uri.startswith("http") else None
-    if known is not None:  # by MLflow's own way, and in no address that is written or shown
+    if known is not None:  # MLflow gets the password through its own variables, so no written or shown address has it
         os.environ["MLFLOW_TRACKING_USERNAME"], os.environ["MLFLOW_TRACKING_PASSWORD"] = known
         return passwords.without(uri)
     return uri
 
 
 def quiet_mlflow() -> None:
-    """No telemetry, no progress bars, no news about database tables, a short wait for a server that is away."""
+    """No telemetry, no progress bars, no log lines about database tables, short timeouts for a server that is down."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-    # The courier repeats calls for as long as it takes; MLflow's own repetition would only hold it up.
+    # The courier repeats failed calls itself; MLflow's own retries would only block it.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
     if "mlflow" in sys.modules:
@@ -88,16 +88,16 @@ def quiet_mlflow() -> None:
 
         set_telemetry_client()  # set up when MLflow was imported; this makes it read the variable again
     logging.getLogger("alembic").setLevel(logging.WARNING)
-    # A traceback of SQLAlchemy at every attempt, where the courier says once, in a line, what is wrong.
+    # It would log a traceback of SQLAlchemy at every attempt; the courier reports the failure once, in one line.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
 
 
 @contextlib.contextmanager
 def opening(store: str) -> Iterator[None]:
-    """A store that cannot be opened is said in a line.
+    """Report a store that cannot be opened in one line.
 
     Raises:
-        ValueError: MLflow or its database has refused.
+        ValueError: MLflow or its database refuses.
     """
     try:
         yield
@@ -109,7 +109,7 @@ def opening(store: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def creation_lock(database: Path | None) -> Iterator[None]:
-    """Two processes that create the tables of one fresh database at once break it; one after the other do not."""
+    """One process at a time creates the tables of a new database: two at once would break it."""
     if database is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""What MLflow's interface does not offer, done in its database: only where the store is one, never through a server."""
+"""Changes that MLflow's API does not offer, made in its database: only for a database store, not for a server."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def _engine(client: MlflowClient) -> Any:
 
 
 def forget_steps_behind(client: MlflowClient, run_id: str, step: int) -> bool:
-    """Delete the metrics of later steps, which a run that goes on from ``step`` writes again.
+    """Delete the metrics of steps after ``step``, which a run resumed from there writes again.
 
-    MLflow keeps every value that was ever logged for a step, and its charts draw them all. A server offers no way to
-    delete some; there the value that was written last is the one that MLflow shows as the latest.
+    MLflow keeps every value that was ever logged for a step, and its charts draw them all. A server cannot delete
+    metrics; there MLflow shows the value written last as the latest.
 
     Returns:
-        Whether that was possible.
+        Whether the store is a database, so that they were deleted.
     """
     engine = _engine(client)
     if engine is None:
@@ -47,10 +47,10 @@ def forget_steps_behind(client: MlflowClient, run_id: str, step: int) -> bool:
 
 
 def artifacts_beside(client: MlflowClient, database: Path) -> bool:
-    """Where the folder of a local store has been moved, say so in the database, which holds absolute paths.
+    """Correct the absolute artifact paths in the database of a local store whose folder was moved.
 
     Returns:
-        Whether anything had to be changed.
+        Whether any path was changed.
     """
     from mlflow.store.tracking.dbmodels.models import SqlExperiment, SqlRun
     from sqlalchemy import select, update
@@ -73,7 +73,7 @@ def artifacts_beside(client: MlflowClient, database: Path) -> bool:
 
 
 def _is_former(uri: str, now: Path) -> bool:
-    """Whether this is the folder of artifacts beside this database, at another place."""
+    """Whether this is the artifact folder beside this database before it was moved."""
     parsed = urlparse(uri)
     path = Path(unquote(parsed.path))
     return parsed.scheme == "file" and path != now and path.parts[-2:] == now.parts[-2:]

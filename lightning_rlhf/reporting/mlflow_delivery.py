@@ -1,7 +1,7 @@
-"""One MLflow run: found or created once the server answers, then brought up to date record by record.
+"""One MLflow run: found or created once the server answers, then updated record by record.
 
-Records may be delivered again when an answer got lost, so everything here can be repeated without harm: MLflow stores
-a metric once per name, step, time and value, and the rest is looked up before it is written.
+A record may be delivered twice if a response got lost, so every call here is idempotent: MLflow stores
+a metric once per name, step, time and value, and everything else is looked up before it is written.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LONGEST_PARAM, LONGEST_TAG, LONGEST_KEY = 6000, 8000, 250
-"""Characters MLflow takes for a parameter's value, a tag's value and a key."""
+"""Most characters that MLflow accepts in a parameter's value, a tag's value and a key."""
 ENTRIES_PER_CALL, METRICS_PER_CALL = 100, 1000
 KEY_TAG = "lightning_rlhf.key"
 CONTINUES_TAG = "lightning_rlhf.continues"
 BRANCH_TAG = "lightning_rlhf.branch_of"
 TABLES_TAG = "mlflow.loggedArtifacts"
 FOLDER = "tracking"
-"""Folder below the run's own that holds spools, ``run.json`` and files on their way to MLflow."""
+"""Subfolder of the run's folder with spools, ``run.json`` and files still to be sent to MLflow."""
 
 
 @dataclass
 class RunRecord:
-    """What a run's folder knows about its MLflow run.
+    """The record of a run's MLflow run in the run's folder (``run.json``).
 
     Attributes:
         tracking_uri: of the server or database.
@@ -71,14 +71,14 @@ class RunRecord:
 
 
 class TrackedRun:
-    """The run on MLflow's side. Delivery happens in one thread, opening possibly in another.
+    """The run in MLflow. One thread delivers, possibly another one opens the run.
 
     Args:
         client: of the tracking server or database.
         record: which run it is; kept up to date in ``run_dir``.
         run_dir: the run's folder.
         resumed: whether MLflow may hold steps of it already.
-        may_be_lost: whether a new run is started where the recorded one is not there any more.
+        may_be_lost: whether a new run is started if the recorded one no longer exists.
         artifact_location: of a new experiment; ``None`` leaves it to the server.
         tags: of a new run.
     """
@@ -103,7 +103,7 @@ class TrackedRun:
     # --- opening -----------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Note a start of the run, and find or create it; if the server is away, that is left for later.
+        """Count a start of the run, and find or create it; if the server is down, that happens later.
 
         Raises:
             MlflowException: the server answers and refuses (no such run, no permission).
@@ -118,11 +118,11 @@ class TrackedRun:
             status = error.get_http_status_code()
             if 400 <= status < 500 and status != 429:
                 raise
-            # The courier tells the user as soon as it has something to send.
+            # The courier warns the user as soon as it has something to send.
             log.debug("the run is opened later", exc_info=True)
 
     def ensure(self) -> str:
-        """The run's id; asks the server the first time."""
+        """The run's id; the first call asks the server."""
         with self._lock:
             if self.experiment_id is None and self.may_be_lost:
                 self._notice_a_loss()
@@ -134,7 +134,7 @@ class TrackedRun:
             return run_id
 
     def _notice_a_loss(self) -> None:
-        """The run of an earlier start is not in the store any more: a new one that names it."""
+        """If the run of an earlier start is no longer in the store, start a new one that names it."""
         from mlflow import MlflowException
 
         lost = self.record.run_id
@@ -146,7 +146,7 @@ class TrackedRun:
             if error.get_http_status_code() != 404:
                 raise
         log.warning(
-            "the MLflow run %s is not in %s: the record goes on in a new run, whose tag %s names it",
+            "the MLflow run %s is not in %s: logging goes on in a new run, whose tag %s names the old one",
             lost,
             self.record.tracking_uri,
             CONTINUES_TAG,
@@ -158,7 +158,7 @@ class TrackedRun:
         from mlflow.tracking.context.registry import resolve_tags
 
         experiment = self._find_or_create_experiment()
-        # Created earlier, by a call whose answer got lost?
+        # A call whose response got lost may have created it earlier.
         found = self.client.search_runs([experiment], f"tags.`{KEY_TAG}` = '{self.record.key}'", max_results=1)
         if found:
             return found[0].info.run_id
@@ -181,7 +181,7 @@ class TrackedRun:
     # --- delivery ----------------------------------------------------------------------------------------------------
 
     def deliver_log(self, records: list[dict[str, Any]]) -> int:
-        """Send the first record, or the metrics at the beginning in one call; returns how many records were sent."""
+        """Send the first record, or all leading metric records in one call; returns how many records were sent."""
         run_id, kind = self.ensure(), records[0]["kind"]
         if kind == "metrics":
             return self._metrics(run_id, list(takewhile(lambda record: record["kind"] == kind, records)))
@@ -197,7 +197,7 @@ class TrackedRun:
         return 1
 
     def deliver_file(self, records: list[dict[str, Any]]) -> int:
-        """Send the first file, or the announcement of a table; returns 1."""
+        """Send the first file, or the tag of a table; returns 1."""
         run_id, record = self.ensure(), records[0]
         if record["kind"] == "table":
             tag = self.client.get_run(run_id).data.tags.get(TABLES_TAG, "[]")
@@ -225,7 +225,7 @@ class TrackedRun:
         return sent
 
     def _is_recorded(self, run_id: str, name: str, step: int, value: float) -> bool:
-        """Whether this is the value that a resumed run has for this step already; another one is written behind it."""
+        """Whether a resumed run already has this value for this step; a different value is added after it."""
         if not self.resumed:
             return False
         if name not in self._recorded:
@@ -236,7 +236,7 @@ class TrackedRun:
         return before == value or (before is not None and math.isnan(before) and math.isnan(value))
 
     def _params(self, run_id: str, values: dict[str, str]) -> None:
-        """Write new parameters; those that are there with another value get a tag, for MLflow never changes one."""
+        """Write new parameters; an existing parameter with another value gets a tag, as MLflow never changes one."""
         from mlflow.entities import Param
 
         data = self.client.get_run(run_id).data
@@ -272,7 +272,7 @@ class TrackedRun:
 
 
 def with_table(tag: str, path: str) -> str:
-    """The tag that MLflow's table view reads, with one more table: the newest ones, as many as a tag holds."""
+    """The tag that MLflow's table view reads, with one more table; of all tables the newest that fit into a tag."""
     entry = {"path": path, "type": "table"}
     tables = [table for table in json.loads(tag) if table != entry] + [entry]
     while len(json.dumps(tables)) > LONGEST_TAG:
@@ -281,12 +281,12 @@ def with_table(tag: str, path: str) -> str:
 
 
 def cut(text: str, longest: int) -> str:
-    """The text, its end replaced by three dots where it is too long."""
+    """The text, truncated with three dots if it is too long."""
     return text if len(text) <= longest else text[: longest - 3] + "..."
 
 
 def fit_key(key: str) -> str:
-    """The key itself where MLflow takes it; else its allowed characters and a hash, so that two keys stay two."""
+    """The key if MLflow accepts it; else its allowed characters and a hash, so that different keys stay different."""
     if names.valid(key) and len(key) <= LONGEST_KEY:
         return key
     digest = hashlib.blake2b(key.encode(), digest_size=4).hexdigest()

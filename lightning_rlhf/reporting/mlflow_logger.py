@@ -1,7 +1,7 @@
 """MLflow logging that never stops training and never loses a number.
 
-Everything that is logged goes into a spool file in the run's folder first; a background thread sends it. A tracking
-server that is down, or a database that is locked, delays what is logged and nothing else.
+Every record first goes into a spool file in the run's folder; a background thread sends it. A tracking
+server that is down, or a locked database, only delays the records.
 """
 
 from __future__ import annotations
@@ -63,28 +63,28 @@ class RLMLFlowLogger(MLFlowLogger):
     * Metrics in the kit's groups must be registered (:mod:`lightning_rlhf.metrics.names`); other names are yours.
     * Parameters have one writer: once :meth:`log_config` was called, :meth:`log_hyperparams` does nothing. A value
       that differs on resume leaves the parameter and sets the tag ``changed/<key>`` to ``old -> new``.
-    * A resumed run continues under the same run id. What was recorded of iterations that are done again is deleted
-      where the store is a database; a server, which cannot delete, gets the new values behind the old ones, and shows
-      those. Values that are the same as before are not recorded twice.
-    * A branch of a run is a run of its own: child of that run (``mlflow.parentRunId``) and with the tag
-      ``lightning_rlhf.branch_of``, which names it and the iteration.
-    * A folder that was moved takes the store with it that was moved together with it. Where the run cannot be found,
-      a new one is begun, with the tag ``lightning_rlhf.continues``.
+    * A resumed run continues under the same run id. Old values of repeated iterations are deleted if the store is a
+      database; a server cannot delete, so it gets the new values after the old ones, and shows the new ones.
+      Values equal to the old ones are not recorded twice.
+    * A branch is a separate MLflow run: a child of the original run (``mlflow.parentRunId``) with the tag
+      ``lightning_rlhf.branch_of``, which names that run and the iteration.
+    * If a folder was moved together with its store, the store is found in the new place. If the run cannot be found,
+      a new one is started, with the tag ``lightning_rlhf.continues``.
     * Status: FINISHED; FAILED with the reason in the tag ``failure`` and the artifact ``failure.txt``; KILLED.
 
     Args:
-        run_dir: folder of this run; spools and files on their way live in ``run_dir/tracking``.
+        run_dir: folder of this run; spools and files still to be sent are in ``run_dir/tracking``.
         experiment_name: MLflow experiment, created if needed.
         run_name: name of a new run; ``None``: the last two folders of ``run_dir`` and four random characters.
-        tracking_uri: ``http://...``, ``sqlite:///...``; ``None``: that of the run that is resumed, else the
+        tracking_uri: ``http://...``, ``sqlite:///...``; ``None``: that of the resumed run, else the
             environment's ``MLFLOW_TRACKING_URI``, else the sqlite file ``mlflow.db`` in ``store_dir``.
         store_dir: folder of that file and of the artifacts beside it.
-        resume_from: folder of the run to continue (often ``run_dir`` itself); what it could not send is sent now.
+        resume_from: folder of the run to continue (often ``run_dir`` itself); records it could not send are sent now.
         branch_from: folder of the run that this one is a branch of.
-        branch_iteration: the iteration it branches off behind.
-        run_id: MLflow run to continue, where no folder of it is at hand.
+        branch_iteration: the iteration after which it branches off.
+        run_id: id of an MLflow run to continue whose folder is not available.
         tags: of a new run.
-        flush_timeout: seconds to wait at the end for what is still on its way.
+        flush_timeout: seconds to wait at the end for records still being sent.
         retry_seconds: first wait after a failed attempt; it doubles up to a minute.
 
     Raises:
@@ -120,7 +120,7 @@ class RLMLFlowLogger(MLFlowLogger):
             super().__init__(experiment_name, tracking_uri=uri)
         drawn = {"mlflow.runName": _name_from(self.run_dir)}
         named = {"mlflow.runName": run_name} if run_name else {}
-        # In the experiment of its parent, where MLflow shows one below the other.
+        # A branch is in its parent's experiment, where MLflow shows it below the parent.
         experiment_name = parent.experiment_name if parent is not None else experiment_name
         record = earlier or RunRecord(shown, experiment_name, key=uuid.uuid4().hex[:12])
         self.run = TrackedRun(
@@ -134,7 +134,7 @@ class RLMLFlowLogger(MLFlowLogger):
         )
         self._database = database
         self._opened = self._ended = self._config_logged = False
-        # The key in the name keeps a second run in the same folder from sending what is left of the first.
+        # With the run's key in its name, a second run in the same folder does not send the first one's records.
         self._log = Spool(self.run_dir / FOLDER / f"{record.key}.log.jsonl")
         self._files = Spool(self.run_dir / FOLDER / f"{record.key}.files.jsonl")
         routes: dict[Spool, Deliver] = {self._log: self.run.deliver_log, self._files: self.run.deliver_file}
@@ -147,7 +147,7 @@ class RLMLFlowLogger(MLFlowLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> MlflowClient:
-        """The MLflow client. The first use opens the run; if the server is away, that happens when it is back.
+        """The MLflow client. The first use opens the run; if the server is down, the run is opened once it is back.
 
         Raises:
             MlflowException: the server answers and refuses (no such run, no permission).
@@ -157,13 +157,13 @@ class RLMLFlowLogger(MLFlowLogger):
 
             environment = os.environ.get("MLFLOW_TRACKING_URI")
             mlflow.set_tracking_uri(self.tracking_uri)
-            # MLflow exports the address too; the next run of a sweep in this process must not take it for the user's.
+            # MLflow also sets the variable; the next job of a sweep in this process must not take it for the user's.
             if environment is None:
                 os.environ.pop("MLFLOW_TRACKING_URI", None)
             else:
                 os.environ["MLFLOW_TRACKING_URI"] = environment
             if self._database is not None and artifacts_beside(self._mlflow_client, self._database):
-                log.info("MLflow: artifacts are looked for beside %s now", self._database)
+                log.info("MLflow: artifacts are now read from the folder beside %s", self._database)
             self.run.open()
             self._opened = True
             if self.run.resumed:
@@ -185,12 +185,12 @@ class RLMLFlowLogger(MLFlowLogger):
 
     @property
     def save_dir(self) -> str:
-        """The run's folder; Lightning puts files there that belong to no other place."""
+        """The run's folder, Lightning's default for files without another place."""
         return str(self.run_dir)
 
     @property
     def tracking_uri(self) -> str:
-        """Where the run is recorded; of a database with its password, if it has one."""
+        """Address of the store, including the password of a database that has one."""
         return self._tracking_uri
 
     @property
@@ -203,7 +203,7 @@ class RLMLFlowLogger(MLFlowLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Record numbers of one iteration; returns at once.
+        """Record metrics of one iteration; returns at once.
 
         Raises:
             UnknownMetricError: a name in one of the kit's groups that is not registered.
@@ -217,7 +217,7 @@ class RLMLFlowLogger(MLFlowLogger):
 
     @rank_zero_only
     def log_start(self, iteration: int) -> None:
-        """Training goes on behind this iteration; what was recorded of later ones is void. Before anything else."""
+        """Training continues after this iteration: records of later ones are void. To be called before all else."""
         _ = self.experiment
         if self.run.resumed:
             self._put(self._log, kind="rewind", step=iteration)
@@ -236,7 +236,7 @@ class RLMLFlowLogger(MLFlowLogger):
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace) -> None:
-        """Record parameters, unless :meth:`log_config` has: then they are known already, under their full keys."""
+        """Record parameters, unless :meth:`log_config` has recorded them already, under their full keys."""
         if not self._config_logged:
             self._put(self._log, kind="params", values=flattened(plain(params)))
 
@@ -249,19 +249,19 @@ class RLMLFlowLogger(MLFlowLogger):
     def log_text(self, text: str, artifact: str) -> None:
         """Record a text as artifact, for instance ``report.txt`` or ``folder/report.txt``."""
         path = self.run_dir / FOLDER / artifact
-        write_whole(path, text)  # an earlier one may be on its way at this moment
+        write_whole(path, text)  # an earlier version may be being sent at this moment
         self.log_file(path, os.path.dirname(artifact))
 
     @rank_zero_only
     def log_file(self, path: str | Path, folder: str = "") -> None:
-        """Copy a file to the run's artifacts; it must stay where it is until it has been sent."""
+        """Copy a file to the run's artifacts; it must stay in place until it has been sent."""
         self._put(self._files, kind="file", path=str(Path(path).absolute()), folder=folder)
 
     @rank_zero_only
     def log_samples(self, rows: list[dict[str, Any]], iteration: int) -> None:
         """Record a table as ``samples/iteration_000012.json``, which MLflow shows as one (``mlflow.load_table``).
 
-        Columns are the keys of all rows in order of appearance; what a row lacks, and NaN, is empty.
+        Columns are the keys of all rows in order of appearance; missing values and NaN are empty cells.
 
         Raises:
             TypeError: names the column whose value JSON cannot hold.
@@ -274,7 +274,7 @@ class RLMLFlowLogger(MLFlowLogger):
 
     @rank_zero_only
     def log_decisions(self, rows: list[dict[str, Any]]) -> None:
-        """Record what callbacks decided in one iteration and why, as lines of the artifact ``decisions.jsonl``.
+        """Record the decisions of callbacks in one iteration, with reasons, in the artifact ``decisions.jsonl``.
 
         A resumed run, which may be in another folder, writes ``decisions_resumed_2.jsonl`` at its second start.
         """
@@ -308,10 +308,10 @@ class RLMLFlowLogger(MLFlowLogger):
 
     @rank_zero_only
     def finalize(self, status: str = "success") -> None:
-        """Set the run's status and wait a little for what is still on its way.
+        """Set the run's status and wait a little for records still being sent.
 
-        Lightning calls this at the end of every ``fit`` and ``validate``; what is logged later opens the run again.
-        It calls it from where it handles an error, which is how the reason is known.
+        Lightning calls this at the end of every ``fit`` and ``validate``; later records open the run again.
+        After an error Lightning calls it while handling the exception, which is recorded as the reason.
         """
         if not self._opened:
             return
@@ -332,7 +332,7 @@ class RLMLFlowLogger(MLFlowLogger):
             )
 
     def end_abandoned(self, reason: str, timeout: float, *, is_cause: bool = False) -> None:
-        """Set the status of a run of another process to FAILED if it is still RUNNING; see :func:`end_as_failed`."""
+        """Set the status of another process's run to FAILED if it is still RUNNING; see :func:`end_as_failed`."""
         from mlflow import MlflowException
 
         self.flush(timeout)
@@ -348,7 +348,7 @@ class RLMLFlowLogger(MLFlowLogger):
         self.flush(timeout)
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Try to send everything now; whether all has arrived within ``timeout`` seconds (else ``flush_timeout``)."""
+        """Try to send everything now; returns whether all arrived within ``timeout`` (default ``flush_timeout``) s."""
         return self._courier.flush(self.flush_timeout if timeout is None else timeout)
 
     def _put(self, spool: Spool, **record: Any) -> None:
@@ -360,7 +360,7 @@ class RLMLFlowLogger(MLFlowLogger):
         self._courier.wake()
 
     def _take_over(self, folder: Path) -> None:
-        """Move what the run could not send from its former folder into this one."""
+        """Move the records that the run could not send from its former folder into this one."""
         for own in (self._log, self._files):
             former = Spool(folder / FOLDER / own.path.name)
             while records := former.pending():
@@ -370,7 +370,7 @@ class RLMLFlowLogger(MLFlowLogger):
 
 
 def send_spooled(run_dir: str | Path, timeout: float = 600.0) -> bool:
-    """Send what a run could not deliver before it ended; whether everything has arrived.
+    """Send the records that a run could not deliver before it ended; returns whether all have arrived.
 
     Raises:
         FileNotFoundError: no MLflow run is recorded in the folder.
@@ -381,17 +381,17 @@ def send_spooled(run_dir: str | Path, timeout: float = 600.0) -> bool:
 
 
 def end_as_failed(run_dir: str | Path, reason: str, timeout: float = 30.0, *, is_cause: bool = False) -> None:
-    """Record that a run failed whose own process could not: it was killed, or waits for one that was.
+    """Record the failure of a run whose process could not: it was killed, or waits for a killed one.
 
-    Nothing is done where no MLflow run is recorded in the folder, or the run has ended already.
+    Does nothing if no MLflow run is recorded in the folder, or the run has ended already.
     """
     if RunRecord.read(run_dir) is not None:
         RLMLFlowLogger(run_dir, resume_from=run_dir).end_abandoned(reason, timeout, is_cause=is_cause)
 
 
 def _name_from(run_dir: Path) -> str:
-    """A name that says where the run lies, and that no other run has.
+    """A unique name made from the run's folder.
 
-    MLflow draws one from Python's random state, which is seeded: all runs of a seed would have the same.
+    MLflow would draw a name from Python's seeded random state: all runs with one seed would have the same name.
     """
     return f"{'/'.join(run_dir.parts[-2:]).lstrip('/')}-{uuid.uuid4().hex[:4]}"

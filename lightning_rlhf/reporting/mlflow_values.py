@@ -1,4 +1,4 @@
-"""Values as MLflow holds them: parameters, metrics, cells of tables, times."""
+"""Values in MLflow's formats: parameters, metrics, cells of tables, times."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_rlhf.reporting.mlflow_delivery import LONGEST_PARAM, cut, fit_key
 
 
 def now_ms() -> int:
-    """Milliseconds since 1970, as MLflow wants them."""
+    """Milliseconds since 1970, MLflow's unit."""
     return int(time.time() * 1000)
 
 
@@ -27,7 +27,7 @@ def plain(config: Any) -> dict[str, Any]:
 
 
 def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Dotted keys, and values as YAML would write them, cut to what MLflow holds."""
+    """Dotted keys, and values as YAML would write them, truncated to MLflow's limits."""
     flat: dict[str, str] = {}
     for name, value in config.items():
         if isinstance(value, Mapping) and value:
@@ -47,7 +47,7 @@ def number(name: str, value: Any) -> float:
     """The value of a metric.
 
     Raises:
-        TypeError: it is none; names the metric.
+        TypeError: it is not a number; names the metric.
     """
     try:
         return float(value)
@@ -56,7 +56,7 @@ def number(name: str, value: Any) -> float:
 
 
 def cell(column: str, value: Any) -> Any:
-    """A value as JSON holds it, which has no NaN.
+    """A value in JSON types; JSON has no NaN.
 
     Raises:
         TypeError: JSON cannot hold it; names the column.
@@ -66,7 +66,7 @@ def cell(column: str, value: Any) -> Any:
     try:
         json.dumps(value, allow_nan=False)
     except ValueError:
-        return str(value)  # NaN inside a list: no browser reads it
+        return str(value)  # NaN inside a list: browsers cannot parse it
     except TypeError:
         raise TypeError(f"samples, column {column!r}: {value!r} is not a text, number, list or mapping") from None
     return value

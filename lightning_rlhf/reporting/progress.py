@@ -1,4 +1,4 @@
-"""How far a run is: one line that is drawn again in a terminal, a plain line every few iterations elsewhere."""
+"""Progress of a run: one line redrawn in a terminal, a plain line every few iterations elsewhere."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from lightning_rlhf.bounds import bounded
 from lightning_rlhf.reporting.terminal import note, say
 
 RECENT = 20
-"""Iterations whose mean time the time left is computed from."""
+"""Number of recent iterations from whose mean time the remaining time is computed."""
 
 
 class ProgressLines(ProgressBar):
-    """Iteration, mean reward, KL, tokens per second and time left, of the first process alone.
+    """Iteration, mean reward, KL, tokens per second and time left, from rank 0 only.
 
-    Every ``every``-th iteration, the first and the last go to ``train.log`` as a plain line, and to the output where
-    it is no terminal (a file, a job's log). In a terminal one line is drawn again after each iteration, cut to the
+    Every ``every``-th iteration, the first and the last are plain lines in ``train.log``, and in the output if
+    it is not a terminal (a file, a job's log). In a terminal one line is redrawn after each iteration, cut to the
     terminal's width.
 
     Args:
@@ -45,7 +45,7 @@ class ProgressLines(ProgressBar):
         self._enabled = True
 
     def disable(self) -> None:
-        """Lightning asks this of all processes but the first."""
+        """Lightning calls this on all ranks but 0."""
         self._enabled = False
 
     def enable(self) -> None:
@@ -55,7 +55,7 @@ class ProgressLines(ProgressBar):
     # --- Lightning's hooks -------------------------------------------------------------------------------------------
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Many answers may be generated now, and a log that is silent for long looks dead."""
+        """Announce the evaluation: it may take long, and a silent log looks like a hung run."""
         if not (self._enabled and trainer.is_global_zero):
             return
         if self.drawn:
@@ -64,19 +64,19 @@ class ProgressLines(ProgressBar):
             say("evaluating the held-out prompts")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Nothing is left of that line."""
+        """Erase the line about the evaluation."""
         if self.drawn and self._line:
             self._erase()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The clock of the first iteration starts."""
+        """Start the clock of the first iteration."""
         self._since = time.perf_counter()
         self._clear_before_log_records()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """An iteration is over."""
+        """Show the line of the iteration that has ended."""
         now = time.perf_counter()
         self._seconds.append(now - self._since)
         self._since = now
@@ -94,11 +94,11 @@ class ProgressLines(ProgressBar):
             say(text)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The drawn line stays as it was last."""
+        """Leave the last drawn line in place."""
         self._leave_line()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """What is said of a failure begins on a line of its own."""
+        """Move to a new line, so that the error message begins there."""
         self._leave_line()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -109,7 +109,7 @@ class ProgressLines(ProgressBar):
     # --- the text ----------------------------------------------------------------------------------------------------
 
     def text(self, iteration: int, numbers: dict[str, float]) -> str:
-        """The line of one iteration; numbers that there are not are left out."""
+        """The line of one iteration; missing numbers are left out."""
         kl = next((name for name in ("kl/ref", "kl/old") if name in numbers), None)
         parts = [f"iteration {iteration}/{self.iterations}"]
         if "reward/mean" in numbers:
@@ -139,7 +139,7 @@ class ProgressLines(ProgressBar):
 
     @contextmanager
     def _undrawn(self) -> Iterator[None]:
-        """What is printed inside stands above the drawn line."""
+        """Text printed inside this context appears above the drawn line."""
         line = self._line
         if line:
             self._erase()
@@ -148,7 +148,7 @@ class ProgressLines(ProgressBar):
             self._draw(line)
 
     def _clear_before_log_records(self) -> None:
-        """Log records that handlers of the root logger write into the terminal take the drawn line's place."""
+        """Erase the drawn line before a handler of the root logger writes a log record into the terminal."""
         if not self.drawn:
             return
         for handler in logging.getLogger().handlers:
@@ -167,7 +167,7 @@ class ProgressLines(ProgressBar):
 
 
 def duration(seconds: float) -> str:
-    """``0:42``, ``3:05:00``: minutes and seconds, hours where there are some."""
+    """``0:42``, ``3:05:00``: minutes and seconds, with hours if there are any."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

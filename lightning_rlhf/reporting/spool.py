@@ -1,4 +1,4 @@
-"""A queue on disk and the thread that empties it: what is put in arrives, late if need be, and nobody waits for it."""
+"""A queue on disk and a background thread that empties it: records arrive, possibly late, and training never waits."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from lightning_rlhf.passwords import hidden
 log = logging.getLogger(__name__)
 
 LONGEST_WAIT = 60.0
-"""Seconds between two attempts at most, however long the other side has been away."""
+"""Longest wait between two attempts in seconds, however long the server has been down."""
 
 
 class Spool:
     """Records in a JSON-lines file, first in first out, from several threads of one process.
 
-    A record is in the file when :meth:`append` returns, so it outlives the process (not a power cut: the file is
-    not synced). Delivered records leave the file once all are delivered; after a crash some may be handed out
-    again, so delivering must be idempotent.
+    A record is in the file when :meth:`append` returns, so it survives the process (not a power cut: the file is
+    not synced). Records leave the file once all are delivered; after a crash some may be delivered
+    again, so delivery must be idempotent.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = threading.Lock()
         self._start = 0
-        """Bytes that were delivered but are still in the file."""
+        """Bytes of delivered records that are still in the file."""
         if path.exists():
             content = path.read_bytes()
             whole = content.rfind(b"\n") + 1
@@ -46,7 +46,7 @@ class Spool:
                 file.write(line)
 
     def pending(self, limit: int = 1000) -> list[dict[str, Any]]:
-        """Up to ``limit`` of the oldest records that are not committed."""
+        """Up to ``limit`` of the oldest records that are not yet committed."""
         records: list[dict[str, Any]] = []
         with self._lock:
             if self.path.exists():
@@ -57,7 +57,7 @@ class Spool:
         return records
 
     def commit(self, count: int) -> None:
-        """The oldest ``count`` records are delivered."""
+        """Mark the oldest ``count`` records as delivered."""
         with self._lock, self.path.open("r+b") as file:
             file.seek(self._start)
             for _ in range(count):
@@ -78,17 +78,17 @@ Deliver = Callable[[list[dict[str, Any]]], int]
 
 
 def in_a_line(error: Exception) -> str:
-    """An error of the other side, without the statement that SQLAlchemy puts behind it, and without passwords."""
+    """A server's or database's error on one line, without the SQL that SQLAlchemy appends, and without passwords."""
     said = f"{type(error).__name__}: {error}".partition("[SQL:")[0].partition("(Background on this error")[0]
     return hidden(" ".join(said.split()))[:300]
 
 
 class Courier:
-    """A background thread that delivers spools, and keeps trying where that fails.
+    """A background thread that delivers spools, and keeps trying if that fails.
 
     Args:
-        routes: each spool and what delivers its records; a spool that fails does not hold up the others.
-        destination: how to call the other side in messages.
+        routes: each spool and the function that delivers its records; a failing spool does not block the others.
+        destination: name of the server or database in messages.
         retry_seconds: first wait after a failure; it doubles up to :data:`LONGEST_WAIT`. New records and
             :meth:`flush` try at once.
     """
@@ -112,7 +112,7 @@ class Courier:
             return self._requested
 
     def flush(self, timeout: float) -> bool:
-        """Try to deliver everything now, once; whether all has arrived within ``timeout`` seconds."""
+        """Try once to deliver everything now; returns whether all arrived within ``timeout`` seconds."""
         attempt = self.wake()
         with self._condition:
             self._condition.wait_for(lambda: self._finished >= attempt, timeout)
@@ -133,19 +133,19 @@ class Courier:
                 self._condition.notify_all()
 
     def _attempt(self) -> str | None:
-        """Deliver all spools; the last reason why that was not possible, or ``None``."""
+        """Deliver all spools; returns the last reason why that failed, or ``None``."""
         reason = None
         for spool, deliver in self._routes.items():
             try:
                 while records := spool.pending():
                     spool.commit(deliver(records))
-            except Exception as error:  # whatever the other side does, training goes on and the records stay
+            except Exception as error:  # whatever error the server raises, training goes on and the records are kept
                 log.debug("delivery to %s failed", self._destination, exc_info=True)
                 reason = in_a_line(error)
         return reason
 
     def _announce(self, reason: str | None) -> None:
-        """Say once that the other side is away, and once that it is back."""
+        """Warn once that the server does not answer, and once that it is back."""
         if reason is not None and not self._failing:
             kept = ", ".join(str(spool.path) for spool in self._routes)
             log.warning(

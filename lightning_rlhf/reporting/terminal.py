@@ -1,4 +1,4 @@
-"""What a run says: in the terminal and in ``train.log`` of its folder, of the first process alone."""
+"""A run's lines in the terminal and in ``train.log`` of its folder, from rank 0 only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 FILE = "train.log"
 
 _file = logging.getLogger("lightning_rlhf.reporting.file")
-_file.propagate = False  # the terminal has it already
+_file.propagate = False  # the line is in the terminal already
 _file.setLevel(logging.INFO)
 
 
@@ -28,14 +28,14 @@ def note(text: str) -> None:
 
 @contextmanager
 def run_log(folder: str, *, first: bool) -> Iterator[None]:
-    """Keep what :func:`say`, :func:`note` and Python's logging say inside in ``train.log`` of a run's folder.
+    """Write the lines of :func:`say`, :func:`note` and Python's logging into ``train.log`` of a run's folder.
 
-    Hydra keeps such a file of the process that it starts; the handler is taken over where it is the same file, and
-    made where there is none: in the processes of a run with several, under Ray, in a folder of another name.
+    Hydra opens such a file in the process that it starts; its handler is used if it writes to the same file. Otherwise
+    (processes of a multi-process run, Ray, a folder of another name) a handler is added.
 
     Args:
         folder: of the run.
-        first: whether this process speaks for all; the others write nothing.
+        first: whether this is rank 0; other processes write nothing.
     """
     if not first:
         yield

@@ -1,4 +1,4 @@
-"""What a reward is: anything that takes a :class:`RewardBatch` and gives one number per response."""
+"""The protocol of a reward: anything that takes a :class:`RewardBatch` and returns one number per response."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_rlhf.experience import Finish, prompt_key
 
 SOURCE_KEY = "_source"
-"""Key under which a data row says where it came from."""
+"""Key of a data row's place of origin."""
 
 MESSAGES_KEY = "_messages"
 """Key under which the row of a chat prompt holds its messages."""
@@ -26,7 +26,7 @@ class RewardError(ValueError):
     """A reward that cannot be used. The message names the term, the row and the value."""
 
     origin = ""
-    """Where in the term's own code its exception arose, as lines of a traceback; empty where there was none."""
+    """Where in the term's own code its exception was raised, as lines of a traceback; empty if there was none."""
 
 
 @dataclass
@@ -36,14 +36,14 @@ class RewardBatch:
     Attributes:
         prompts: the prompts as the policy read them (chat template applied).
         responses: the responses as the policy wrote them, special tokens (such as ``<think>``) and spaces included;
-            only the end and padding tokens behind the last word are taken off.
+            only the end and padding tokens at the end are removed.
         response_ids: the policy's own token ids of each response, end token included.
         rows: the data row of each prompt, with all its columns, its place of origin under ``_source`` and, for a
             chat prompt, the messages under ``_messages``.
         finish: how each response ended.
-        plain_responses: the responses without any special token, as the tokenizer cleans them up by itself: for what
-            must not read them, such as another model. Left out: the responses.
-        keys: of each prompt's content, see :func:`~lightning_rlhf.experience.prompt_key`. Left out: of the text.
+        plain_responses: the responses without special tokens, cleaned up by the tokenizer's own rules: for readers
+            that must not see special tokens, such as another model. Default: ``responses``.
+        keys: of each prompt's content, see :func:`~lightning_rlhf.experience.prompt_key`. Default: keys of ``prompts``.
     """
 
     prompts: list[str]
@@ -65,7 +65,7 @@ class RewardBatch:
         return len(self.responses)
 
     def only(self, i: int) -> RewardBatch:
-        """Row ``i`` as a batch of its own."""
+        """Row ``i`` as a batch of one."""
         return RewardBatch(**{name: value[i : i + 1] for name, value in vars(self).items()})
 
 
@@ -83,7 +83,7 @@ class Reward(Protocol):
 
 
 def evaluate(name: str, reward: Reward, batch: RewardBatch) -> Tensor:
-    """The reward's numbers, checked: ``[B]`` float32 on the CPU.
+    """The checked numbers of a reward: ``[B]`` float32 on the CPU.
 
     Args:
         name: of the term, for error messages.
@@ -91,7 +91,7 @@ def evaluate(name: str, reward: Reward, batch: RewardBatch) -> Tensor:
         batch: ``B`` responses.
 
     Raises:
-        RewardError: the term raised an exception, or gave not one finite number per response.
+        RewardError: the term raised an exception, or did not return one finite number per response.
     """
     result = _call(name, reward, batch)
     if isinstance(result, (str, bytes, Mapping, Set)):
@@ -120,7 +120,7 @@ def evaluate(name: str, reward: Reward, batch: RewardBatch) -> Tensor:
 
 
 def _call(name: str, reward: Reward, batch: RewardBatch) -> Any:
-    """What the term returns; its exceptions become errors that name term and row."""
+    """Call the term; its exceptions become errors that name term and row."""
     try:
         result = reward(batch)
     except Exception as error:
@@ -144,7 +144,7 @@ def _call(name: str, reward: Reward, batch: RewardBatch) -> Any:
 
 
 def _first_failing(reward: Reward, batch: RewardBatch) -> tuple[str, Exception] | None:
-    """The first row that raises an exception when it is scored alone, in words, and the exception."""
+    """The first row that raises an exception when scored alone, described in words, and the exception."""
     for i in range(len(batch)):
         try:
             reward(batch.only(i))
@@ -154,7 +154,7 @@ def _first_failing(reward: Reward, batch: RewardBatch) -> tuple[str, Exception] 
 
 
 def _origin(error: Exception) -> str:
-    """The calls from the term down to where the exception arose, at most :data:`CALLS_SHOWN`, the innermost."""
+    """The calls from the term to where the exception was raised: the innermost :data:`CALLS_SHOWN`."""
     calls = traceback.extract_tb(error.__traceback__)[1:]  # the first is the call of the term, in this file
     shown = traceback.StackSummary.from_list(calls[-CALLS_SHOWN:])
     return "".join(shown.format()).rstrip("\n")
@@ -164,7 +164,7 @@ CALLS_SHOWN = 5
 
 
 def describe(batch: RewardBatch, i: int) -> str:
-    """Row ``i`` in words: place of origin, prompt key, and the beginnings of prompt and response."""
+    """Row ``i`` in words: place of origin, prompt key, and the beginning of prompt and response."""
     return (
         f"row {i} of the batch ({origin(batch.rows[i])}, prompt key {batch.keys[i]}): "
         f"prompt {batch.prompts[i][:60]!r}, response {batch.responses[i][:60]!r}"

@@ -15,12 +15,12 @@ from torch import Tensor
 from lightning_rlhf.rewards.base import Reward, RewardBatch, RewardError, evaluate, origin
 
 RESERVED = frozenset({"reward_mean", "response_length_mean", "truncated_fraction"})
-"""Names that evaluation already uses for metrics beside the terms' own."""
+"""Metric names that evaluation uses itself, beside those of the terms."""
 
 
 @dataclass(frozen=True)
 class RewardOutput:
-    """The total and what it consists of.
+    """The weighted sum and its terms.
 
     Attributes:
         total: ``[B]`` float32, the weighted sum.
@@ -42,10 +42,10 @@ class CompositeReward:
     """Sum of ``weight * reward`` over named terms.
 
     Args:
-        terms: ``{name: {"reward": ..., "weight": 1.0}}``. A term of weight 0 is reported and does not count.
+        terms: ``{name: {"reward": ..., "weight": 1.0}}``. A term of weight 0 is only reported.
 
     Raises:
-        RewardError: there is no term, or one cannot be used.
+        RewardError: there is no term, or a term cannot be used.
 
     Example:
         >>> reward = CompositeReward({"short": {"reward": lambda batch: [-float(len(r)) for r in batch.responses]}})
@@ -60,7 +60,7 @@ class CompositeReward:
         """Score ``B`` responses; every term must give one finite number for each.
 
         Raises:
-            RewardError: a term gives something else, or the weighted sum leaves float32; names the terms.
+            RewardError: a term returns something else, or the weighted sum overflows float32; names the terms.
         """
         components = {name: evaluate(name, term.reward, batch) for name, term in self.terms.items()}
         total = torch.zeros(len(batch), dtype=torch.float32)
@@ -76,7 +76,7 @@ class CompositeReward:
         return RewardOutput(total, components)
 
     def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Look at data rows before training: does each have what the terms need, such as an answer?
+        """Check before training that every data row has what the terms need, such as an answer.
 
         Raises:
             RewardError: a row cannot be scored; names the term, the row's place of origin and what is missing.
@@ -87,7 +87,7 @@ class CompositeReward:
                 if check is not None:
                     try:
                         check(row)
-                    except Exception as error:  # a term of one's own may raise anything
+                    except Exception as error:  # a user's term may raise anything
                         text = str(error) if isinstance(error, RewardError) else f"{type(error).__name__}: {error}"
                         raise RewardError(f"reward term {name!r}, {origin(row)}: {text}") from error
 

@@ -1,7 +1,7 @@
-"""Reads and compares mathematical expressions in a process of its own, which can be killed where nothing else stops it.
+"""Parses and compares mathematical expressions in a separate process, which can be killed if nothing else stops it.
 
-:mod:`lightning_rlhf.rewards.mathematics` runs this file as a script; it imports nothing of the package, whose parts
-need PyTorch. Arguments: the number of an inherited connection, and the seconds that one request may take.
+:mod:`lightning_rlhf.rewards.mathematics` runs this file as a script; it imports nothing of the package, which would
+import PyTorch. Arguments: the file descriptor of an inherited connection, and the seconds that one request may take.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 Note = tuple[str, str]
-"""A kind of trouble, and its traceback where there is one."""
+"""A kind of failure, and its traceback if there is one."""
 
 GRACE = 5.0
-"""Seconds after which the process ends by itself if the one that should have killed it is gone."""
+"""Seconds after which the process ends by itself if its parent, which should have killed it, is gone."""
 
 
 class Judge:
-    """Compares responses with answers, each of which is read once.
+    """Compares responses with answers; each answer is parsed once.
 
     Args:
         library: the package ``math_verify``.
@@ -32,7 +32,7 @@ class Judge:
         self._answers: dict[str, tuple[list[Any], list[Note]]] = {}
 
     def __call__(self, response: str, answer: str) -> tuple[float, list[Note]]:
-        """1 if both are equal, else 0, and what could not be read or decided."""
+        """1 if both are equal, else 0; and notes on what could not be parsed or decided."""
         if answer not in self._answers:
             notes: list[Note] = []
             # Without dollar signs math-verify would look for a plain number and take the 2 of \{1, 2\}.
@@ -51,7 +51,7 @@ class Judge:
         return float(bool(equal)), notes
 
     def _parse(self, text: str, notes: list[Note]) -> list[Any] | None:
-        """The expressions in a text; ``None`` where reading it failed, which is noted."""
+        """The expressions in a text; ``None`` if parsing failed, which is added to ``notes``."""
         try:
             found: list[Any] = self.library.parse(text, parsing_timeout=None, raise_on_error=True)
         except Exception:  # the parser and SymPy raise all kinds on odd input
@@ -62,10 +62,10 @@ class Judge:
 
 def main(connection: Connection, limit: float) -> None:
     """Answer requests until the other side is gone."""
-    for number in (signal.SIGINT, signal.SIGHUP):  # of a terminal, sent to all of its processes; the run decides
+    for number in (signal.SIGINT, signal.SIGHUP):  # a terminal sends them to all its processes; the run handles them
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, whatever it computes
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it would warn that it has no time limit of its own
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it would warn that its own time limit is off
     import math_verify
 
     judge = Judge(math_verify)
@@ -82,5 +82,5 @@ def main(connection: Connection, limit: float) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # the folder of this file, whose modules are no top-level ones
+    sys.path.pop(0)  # this file's folder, whose modules must not be importable at top level
     main(Connection(int(sys.argv[1])), float(sys.argv[2]))

@@ -1,4 +1,4 @@
-"""Mathematical equality as a reward; reading and comparing happens in a process that can be stopped."""
+"""Mathematical equality as a reward; expressions are parsed and compared in a process that can be killed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_rlhf.rewards.verifiable import AnswerReward
 
 log = logging.getLogger(__name__)
 
-START_LIMIT = 300.0  # seconds until a new process has imported the library; only a machine in trouble needs so long
+START_LIMIT = 300.0  # seconds for a new process to import the library; only an overloaded machine needs so long
 
 
 class MathExpression(AnswerReward):
@@ -31,8 +31,8 @@ class MathExpression(AnswerReward):
     ``unparsed_responses``, ``unparsed_answers``, ``timeouts``, ``errors``. All but the first are logged as warnings, at
     the 1st, 2nd, 4th, 8th ... time.
 
-    The work is done in a process of its own, which is kept between calls, and killed where an expression such as
-    ``9^{9^{9}}`` does not come to an end; so the limit holds in every thread and for every computation.
+    A separate process, kept between calls, does the work and is killed if an expression such as ``9^{9^{9}}`` does not
+    finish; so the time limit holds in every thread and for every computation.
 
     Args:
         answer_field: column of the answer: an expression, with or without dollar signs.
@@ -73,10 +73,9 @@ class MathExpression(AnswerReward):
 
 
 class Worker:
-    """A process that compares expressions, started when it is first asked, and again after it was killed.
+    """A process that compares expressions, started at the first request, and again after it was killed.
 
-    Threads take turns. A process that was forked from this one, or given a copy of this object, has a worker of its
-    own.
+    Threads take turns. A process forked from this one, or given a pickled copy of this object, starts its own worker.
 
     Args:
         limit: seconds that one request may take.
@@ -91,16 +90,16 @@ class Worker:
         return Worker, (self.limit,)
 
     def ask(self, response: str, answer: str) -> tuple[float, list[math_worker.Note]]:
-        """What :class:`~lightning_rlhf.rewards.math_worker.Judge` says.
+        """The result of :class:`~lightning_rlhf.rewards.math_worker.Judge`.
 
         Raises:
-            TimeoutError: it took too long and was stopped.
+            TimeoutError: the request took too long, and the process was killed.
             EOFError: the process died of this request.
             RuntimeError: the process cannot be started.
         """
         # A lock that another thread held at the moment of a fork would stay locked in the new process.
         with self._locks.setdefault(os.getpid(), threading.Lock()):
-            for attempt in (1, 2):  # it may have died since the last request, of a signal to all processes of a job
+            for attempt in (1, 2):  # a signal to all processes of the job may have killed it since the last request
                 running = self._own()
                 try:
                     running.connection.send((response, answer))
@@ -156,6 +155,6 @@ class _Running:
 
 def _end(process: subprocess.Popen[Any], connection: Connection, owner: int) -> None:
     connection.close()
-    if os.getpid() == owner:  # a forked copy of this object has no say over the process
+    if os.getpid() == owner:  # a forked copy of this object must not kill the process
         process.kill()
         process.wait()

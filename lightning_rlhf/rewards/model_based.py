@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def last_attended(values: Tensor, mask: Tensor) -> Tensor:
-    """The value at the last attended position of each row, whichever side the padding is on.
+    """The value at the last attended position of each row, with padding on either side.
 
     Args:
         values: ``[B, T, ...]`` per position.
@@ -36,23 +36,23 @@ class RewardModel:
     """Scores conversations with a sequence-classification model, through that model's own tokenizer and template.
 
     The policy's token ids never reach the reward model: prompt and response are encoded again from text, the response
-    without the policy's special tokens, by which it could write turns of its own into the conversation. The score is
-    the model's output at the last token of each conversation. Where that is says the attention mask and not a search
-    for padding ids, so the score does not depend on padding, on a padding token that equals EOS, or on the batch. A
-    model with a head of its own kind (an encoder's ``classifier``) runs on rows of equal length, without padding.
+    without the policy's special tokens, with which it could add turns to the conversation. The score is the model's
+    output at the last token of each conversation. The attention mask locates this token, not a search for padding ids,
+    so the score does not depend on padding, on a padding token that equals EOS, or on the batch. A model with another
+    kind of head (an encoder's ``classifier``) runs on rows of equal length, without padding.
 
     Args:
         path: folder or hub id of a model that ``AutoModelForSequenceClassification`` loads, head included.
         revision: of a model on the hub.
         batch_size: conversations per forward pass.
-        max_tokens: longer conversations lose tokens at their beginning, never the response's end; counted in
-            :attr:`counts` and logged. ``None`` cuts nothing.
+        max_tokens: longer conversations lose tokens at their beginning, never at the response's end; counted in
+            :attr:`counts` and logged. ``None`` keeps all.
         dtype: of the weights.
         device: where the model is loaded to; :meth:`to` moves it.
         attn_implementation: as for ``from_pretrained``; ``None`` leaves the choice to transformers.
         chat: render conversations with the reward model's chat template (text prompts as one user message), or join
             prompt and response as text. ``None`` uses the template if there is one.
-        append_eos: end joined texts with the reward model's EOS token, if it was trained so.
+        append_eos: end joined texts with the reward model's EOS token, for a model that was trained so.
         label: which output of a model with several; ``None`` for models with one.
         trust_remote_code: run code from the model's repository.
 
@@ -80,7 +80,7 @@ class RewardModel:
                 raise RewardError(f"{name} = {value!r} is not allowed: a whole number >= 1")
         self.path, self.batch_size, self.max_tokens = str(path), batch_size, max_tokens
         self.counts: Counter[str] = Counter()
-        """``cut``: conversations that were longer than ``max_tokens``."""
+        """``cut``: number of conversations longer than ``max_tokens``."""
         hub = {"revision": revision, "trust_remote_code": trust_remote_code}
         self.tokenizer, self.model = _load(self.path, hub, dtype, attn_implementation)
         self.model.eval().requires_grad_(False).to(device)
@@ -94,7 +94,7 @@ class RewardModel:
         config = self.model.config
         self._head: nn.Module | None = None if config.is_encoder_decoder else getattr(self.model, "score", None)
         if self._head is None:
-            # Rows have no padding then; no id may be taken for it, or a row's own EOS would be skipped.
+            # Rows have no padding then; with a padding id set, the model would skip a row's own EOS of that id.
             config.pad_token_id = -1
 
     def to(self, device: torch.device | str) -> RewardModel:
@@ -137,7 +137,7 @@ class RewardModel:
         return ids
 
     def _batches(self, encoded: list[list[int]]) -> Iterator[list[int]]:
-        """Row numbers of each forward pass: like lengths together; equal lengths if the model has no ``score``."""
+        """Row numbers of each forward pass: similar lengths together; equal lengths if the model has no ``score``."""
         rows = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))
         start = 0
         for end in range(1, len(rows) + 1):
@@ -167,7 +167,7 @@ class RewardModel:
 
 
 def _load(path: str, hub: dict[str, Any], dtype: str, attn_implementation: str | None) -> tuple[Any, Any]:
-    """Tokenizer and model; refuses a model whose head would be random."""
+    """Tokenizer and model; refuses a model whose head is not in the checkpoint and would be random."""
     precision = getattr(torch, dtype, None)
     if not isinstance(precision, torch.dtype) or not precision.is_floating_point:
         raise RewardError(f"dtype = {dtype!r} is not allowed: a PyTorch type such as float32 or bfloat16")

@@ -73,10 +73,10 @@ class ExactMatch(AnswerReward):
 
 
 class CharacterMatch(AnswerReward):
-    """Share of characters that are right at their place, 0 to 1: partial credit while an exact match is still rare.
+    """Share of characters that are right at their position, 0 to 1: partial credit while exact matches are still rare.
 
-    White space at both ends is ignored. The share is of the longer of response and answer, so only the exact answer
-    gets 1: for the answer ``46``, ``46`` gives 1, ``47`` gives 1/2, ``467`` gives 2/3 and an empty response 0.
+    White space at both ends is ignored. The count is divided by the longer of response and answer, so only the exact
+    answer gets 1: for the answer ``46``, ``46`` gives 1, ``47`` gives 1/2, ``467`` gives 2/3 and an empty response 0.
     """
 
     def score(self, response: str, answer: str) -> float:
@@ -92,15 +92,15 @@ class RegexMatch(AnswerReward):
     r"""1 if the response matches a pattern, else 0; with ``group``, if that group of the match is the answer.
 
     Args:
-        pattern: Python regular expression; ``^`` and ``$`` mean the whole response's ends.
+        pattern: Python regular expression; ``^`` and ``$`` are the beginning and end of the whole response.
         group: name or number of the group to compare with the answer (white space at both ends ignored); ``None``
             asks for the match alone and needs no answer: a reward for the format.
-        mode: ``search`` finds the pattern anywhere, and of several matches the last one counts; ``fullmatch`` wants
-            the whole response to match.
+        mode: ``search`` finds the pattern anywhere, and of several matches the last one counts; with ``fullmatch``
+            the whole response must match.
         answer_field: column of the answer.
 
     Raises:
-        RewardError: the pattern is not one, or has no such group.
+        RewardError: the pattern is not a regular expression, or has no such group.
 
     Example:
         >>> RegexMatch(r"####\s*(-?\d+)", group=1).score("so #### 72", "72")
@@ -163,8 +163,8 @@ def last_number(text: str) -> Fraction | None:
     alone is one too), exponent of up to three digits (``1.5e-3``), and denominator without spaces (``3/4``; a zero
     denominator makes it no number). A sign (``-``, ``+`` or the minus sign U+2212) belongs to the number if it does
     not follow a letter, digit, closing bracket or point: ``-3.5`` and ``= -3`` are negative, in ``5-3`` the last
-    number is 3. What surrounds it is ignored: ``$1,234.50.`` is 1234.5, ``12%`` is 12, ``x2`` is 2. Numbers of more
-    than 1000 characters are none.
+    number is 3. Surrounding characters are ignored: ``$1,234.50.`` is 1234.5, ``12%`` is 12, ``x2`` is 2. Numbers of
+    more than 1000 characters are skipped.
     """
     values = map(_value, reversed(list(_NUMBER.finditer(text))))
     return next((value for value in values if value is not None), None)
@@ -181,15 +181,15 @@ def _value(match: re.Match[str]) -> Fraction | None:
 
 
 class NumericMatch(AnswerReward):
-    """1 if the response's last number is the answer, else 0; see :func:`last_number` for what is a number.
+    """1 if the response's last number is the answer, else 0; :func:`last_number` defines a number.
 
     Numbers are compared exactly, as fractions: ``0.5`` is ``1/2``, and integers of any length are told apart. They
     also match within ``max(absolute_tolerance, relative_tolerance * |answer|)``.
 
     Args:
         answer_field: column of the answer: a number, or a text whose last number it is.
-        marker: look only behind the last occurrence of this text, such as ``####`` or ``Answer:``, and take the
-            first number there; a response without it gets 0. An answer that holds the marker is read alike.
+        marker: look only after the last occurrence of this text, such as ``####`` or ``Answer:``, and take the
+            first number there; a response without it gets 0. An answer with the marker is read the same way.
         absolute_tolerance: allowed difference.
         relative_tolerance: allowed difference as a share of the answer.
     """
@@ -239,7 +239,7 @@ class LengthPenalty:
     """0 up to ``soft_limit`` tokens, then falling linearly to -1 at ``hard_limit`` (DAPO, Yu et al. 2025, eq. 13).
 
     Args:
-        soft_limit: generated tokens, end token included, that cost nothing.
+        soft_limit: generated tokens, end token included, up to which there is no penalty.
         hard_limit: tokens from which on the penalty is -1; usually ``max_new_tokens``.
     """
 

@@ -1,1 +1,1 @@
-"""The life of a run around its training: its folder, going on with it, sweeps, and how its end is told."""
+"""What surrounds the training of a run: its folder, resuming, sweeps, and the messages at its end."""

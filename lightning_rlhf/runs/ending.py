@@ -1,4 +1,4 @@
-"""How a run that did not come to its end is spoken of: why, what is left of it, and the command that goes on."""
+"""Messages for a run that ended early: the cause, its folder and newest checkpoint, and the command to resume."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from lightning_rlhf.schema import InputError
 
 
 class RunFailed(RuntimeError):
-    """A run has failed in other processes, which have said why; the message is all there is to say."""
+    """A run has failed in other processes, which have printed the cause; this message needs no traceback."""
 
 
 @contextmanager
 def told(config: Mapping[str, Any], *, speaks: bool) -> Iterator[None]:
-    """What goes on inside is a run: where it ends early, the user is told how to go on.
+    """Context of a run: if it ends early, tell the user how to resume.
 
-    An error gets that as notes, which stand below its traceback.
+    With an error this is added as notes below its traceback.
 
     Args:
-        config: plain containers, as :func:`lightning_rlhf.schema.check` returns them.
-        speaks: whether this process speaks for all of the run.
+        config: plain containers, as returned by :func:`lightning_rlhf.schema.check`.
+        speaks: whether this process prints for the whole run.
     """
     try:
         yield
@@ -70,7 +70,7 @@ def how_to_go_on(config: Mapping[str, Any]) -> list[str]:
 
 
 def _said_at_this_start(config: Mapping[str, Any]) -> list[str]:
-    """What was typed beside ``resume`` when the run was resumed: no checkpoint knows it yet."""
+    """Overrides given beside ``resume`` at this start: no checkpoint records them yet."""
     recorded = starts(config["output_dir"])[-1:]
     words = [word for word in (recorded[0].get("typed", []) if recorded else []) if not word.startswith("resume=")]
     if config.get("resume_on_other_data") and "resume_on_other_data=true" not in words:
@@ -79,11 +79,11 @@ def _said_at_this_start(config: Mapping[str, Any]) -> list[str]:
 
 
 def resume_command(where: Path | str, words: Iterable[str] = ()) -> str:
-    """The command that resumes a run, as a shell and Hydra read it.
+    """The command that resumes a run, quoted for shell and Hydra.
 
     Args:
         where: the run's folder or a checkpoint.
-        words: further overrides, as they reached the command before.
+        words: further overrides, as given to the earlier command.
     """
     plain = re.fullmatch(r"[\w./+-]+", str(where))
     escaped = str(where).replace('"', '\\"')
@@ -92,10 +92,10 @@ def resume_command(where: Path | str, words: Iterable[str] = ()) -> str:
 
 
 def in_short(error: Exception) -> str:
-    """What is said of a failure in place of a traceback: its message, where in the user's code it arose, what to do.
+    """Text for a failure in place of a traceback: its message, where the user's code raised it, what to do.
 
     Args:
-        error: with an attribute ``origin`` where there is such a place, and the notes of :func:`told`.
+        error: with an attribute ``origin`` if the user's code raised it, and the notes of :func:`told`.
     """
     origin = getattr(error, "origin", "")
     return "\n".join([f"FAILED: {error}", *([origin] if origin else []), *getattr(error, "__notes__", [])])

@@ -1,4 +1,4 @@
-"""The folder of a run: claimed by one run, written by one command at a time, and a list of its starts."""
+"""The folder of a run: owned by one run, locked by one command at a time, with a list of its starts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_rlhf.files import ensure_line_end, write_whole
 from lightning_rlhf.schema import InputError
 
 STARTS = "starts.jsonl"
-"""In the folder: one line for each start with what was typed, what it changed, and the checkpoint it went on from."""
+"""File in the folder: one line per start with its overrides, the changes, and the checkpoint it continued from."""
 
 LOCK = ".lock"
 
@@ -31,7 +31,7 @@ _held: set[Path] = set()
 
 
 def claim(path: str | Path) -> Path:
-    """Make a folder that was not there: ``path``, or ``path-2``, ``path-3``, ... where others were faster."""
+    """Create a new folder: ``path``, or ``path-2``, ``path-3``, ... if another process has created it already."""
     path, number = Path(path), 1
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
@@ -45,32 +45,32 @@ def claim(path: str | Path) -> Path:
 
 
 class ClaimFolder(Callback):
-    """Hydra's callback that makes the folder of a run or a sweep its own where the clock names it.
+    """Hydra callback that gives each run or sweep a new folder if the folder is named by the time.
 
-    Two commands of the same second would share it otherwise. A folder that was typed is taken as it is.
+    Otherwise two commands of the same second would share it. A folder that the user names is used as it is.
     """
 
     def on_run_start(self, config: DictConfig, **options: Any) -> None:
-        """Before the folder of one run is made."""
+        """Called before Hydra creates the folder of a run."""
         _claim_key(config, "run")
         if any(passwords.keys_with(OmegaConf.to_container(config, resolve=False))):  # type: ignore[arg-type]
             with read_write(config.hydra), open_dict(config.hydra):
                 config.hydra.output_subdir = None  # the run is refused; Hydra would save the password before that
 
     def on_multirun_start(self, config: DictConfig, **options: Any) -> None:
-        """Before the folder of a sweep is made."""
+        """Called before Hydra creates the folder of a sweep."""
         _claim_key(config, "sweep")
 
 
 def quoted(value: object) -> str:
-    """A value as it stands in an override of Hydra's, whatever characters it has."""
-    # Hydra takes a backslash for itself, except before a quote.
+    """A value quoted for a Hydra override, whatever characters it has."""
+    # In quotes Hydra reads a backslash literally, except before a quote.
     text = re.sub(r"(\\*)'", lambda found: found[1] * 2 + "\\'", str(value))
     return "'" + re.sub(r"\\+$", lambda found: found[0] * 2, text) + "'"
 
 
 claimed: set[Path] = set()
-"""Folders that this process has made: surely new."""
+"""Folders that this process has created, and that are therefore new."""
 
 
 def _claim_key(config: DictConfig, key: str) -> None:
@@ -80,14 +80,14 @@ def _claim_key(config: DictConfig, key: str) -> None:
         claimed.add(folder.absolute())
         with read_write(config.hydra), open_dict(config.hydra):
             config.hydra[key].dir = str(folder)
-            config.hydra.overrides.hydra.append(f"hydra.{key}.dir={quoted(folder)}")  # jobs of a sweep compose again
+            config.hydra.overrides.hydra.append(f"hydra.{key}.dir={quoted(folder)}")  # for the jobs of a sweep
 
 
-# --- whose it is -----------------------------------------------------------------------------------------------------
+# --- ownership and lock ----------------------------------------------------------------------------------------------
 
 
 def refuse_a_second_run(*folders: str | Path | None) -> None:
-    """A new run does not write where another has its checkpoints.
+    """Refuse a new run in a folder with another run's checkpoints.
 
     Raises:
         InputError: one of the folders holds checkpoints.
@@ -105,18 +105,18 @@ def refuse_a_second_run(*folders: str | Path | None) -> None:
 
 @contextmanager
 def locked(folder: str | Path) -> Iterator[None]:
-    """Nobody else trains in this folder meanwhile; the lock of a process ends with it, however it ends.
+    """Lock the folder against other training processes; the lock ends with the process, however it ends.
 
     Raises:
-        InputError: another process is at work there.
+        InputError: another process holds the lock.
     """
     path = Path(folder).absolute() / LOCK
-    if path in _held:  # a lock of the operating system does not hold within one process
+    if path in _held:  # the operating system's lock does not exclude the process that holds it
         raise InputError(f"{path.parent}: a run of this process is at work in this folder")
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+") as file:
         try:
-            # Of the process, not of the open file: what is forked from it does not keep the lock alive.
+            # A lock of the process, not of the open file: forked processes do not keep it alive.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             file.seek(0)
@@ -139,7 +139,7 @@ def locked(folder: str | Path) -> Iterator[None]:
 
 
 def starts(folder: str | Path) -> list[dict[str, Any]]:
-    """What :func:`note_start` has written in a folder, oldest first; a half-written last line is left out."""
+    """The entries of :func:`note_start` in a folder, oldest first; a half-written last line is left out."""
     path = Path(folder) / STARTS
     records: list[dict[str, Any]] = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
@@ -151,14 +151,14 @@ def starts(folder: str | Path) -> list[dict[str, Any]]:
 
 
 def checkpoint_folder(config: Mapping[str, Any]) -> Path:
-    """Where a run's checkpoints are, whichever of the callbacks writes them."""
+    """The folder of a run's checkpoints, whichever callback writes them."""
     blocks = (config.get("callbacks") or {}).values()
     places = [block["dirpath"] for block in blocks if isinstance(block, Mapping) and block.get("dirpath")]
     return Path(places[0] if places else Path(config["output_dir"]) / "checkpoints").expanduser().absolute()
 
 
 def kept_elsewhere(folder: str | Path) -> Path | None:
-    """Where the newest start of a run keeps its checkpoints, if that is outside of the run's folder."""
+    """The checkpoint folder of a run's newest start, if it is outside of the run's folder."""
     recorded = [record.get("checkpoints") for record in starts(folder)][-1:]
     return Path(recorded[0]) if recorded and recorded[0] else None
 
@@ -168,9 +168,9 @@ def note_start(folder: str | Path, record: Mapping[str, Any], config: Mapping[st
 
     Args:
         folder: of the run.
-        record: what else is known of the start.
-        config: what it runs with, where Hydra has not written that: the first start's goes where Hydra's would be
-            (``.hydra/config.yaml``), a later one's into ``.hydra/start_2``, ...
+        record: further entries about the start.
+        config: its configuration, if Hydra has not written it: that of the first start goes to Hydra's place
+            (``.hydra/config.yaml``), that of a later one into ``.hydra/start_2``, ...
     """
     number = len(starts(folder)) + 1
     numbered = {"start": number, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "cwd": os.getcwd()}

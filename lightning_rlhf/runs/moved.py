@@ -1,4 +1,4 @@
-"""The paths of a run that has moved, or that goes on from another folder than it was started in."""
+"""The paths of a run whose folder has moved, or that is resumed from another working directory."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ PATH_KEY = re.compile(r"(^|[._])(path|paths|dir|dirpath|file|files|folder)$|^dat
 def moved(
     config: Mapping[str, Any], run: Path | None, outputs: str, folder: Path, *, typed: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The configuration with its paths where they are now.
+    """The configuration with its paths adapted.
 
-    * what lay in the run's folder: in ``folder``;
-    * where the run's folder was moved together with the folders above it: what lay there, if it was moved too;
-    * relative ones, under keys that say path, file or folder: as before, also where the command is typed elsewhere,
-      and where something of that name lies there, too.
+    * Paths in the run's former folder now lie in ``folder``.
+    * If folders above the run's folder were moved with it, paths below those now lie in the new place, if they exist.
+    * Relative paths, under keys that say path, file or folder, keep the run's first working directory, also if the
+      command runs in another one where the same name exists.
 
     Args:
         config: resolved.
-        run: where the run's folder is now.
-        outputs: where it was when the checkpoint was written.
-        folder: where files go from now on.
-        typed: keys whose values come from the present command, which count from its own folder.
+        run: the run's present folder.
+        outputs: the run's folder when the checkpoint was written.
+        folder: output folder from now on.
+        typed: keys whose values come from the present command, and so are relative to its working directory.
     """
     former, shift, command = Path(outputs), _shift(outputs, run), folder_of_command(run, outputs)
 
     def place(value: str, key: str) -> str:
         path = Path(value)
-        if former.parts and path.is_relative_to(former):  # both may be relative, where a script gave output_dir so
+        if former.parts and path.is_relative_to(former):  # both may be relative, if a script gave a relative output_dir
             return str(folder / path.relative_to(former))
         if not path.is_absolute():
             if command is None or not value or not PATH_KEY.search(key) or command == Path.cwd():
@@ -56,7 +56,7 @@ def moved(
 
 
 def folder_of_command(run: Path | None, outputs: str) -> Path | None:
-    """Where the run was started, if that folder is there, moved or not."""
+    """The working directory in which the run was started, if that folder still exists, moved or not."""
     recorded = [record["cwd"] for record in starts(run) if "cwd" in record] if run is not None else []
     if not recorded:
         return None
@@ -67,7 +67,7 @@ def folder_of_command(run: Path | None, outputs: str) -> Path | None:
 
 
 def _shift(outputs: str, run: Path | None) -> tuple[Path, Path] | None:
-    """The longest folders above the former and the present place that differ; ``None`` for a run that stayed."""
+    """The topmost folders by which the former and the present path differ; ``None`` for a run that was not moved."""
     before, now = Path(outputs), run
     if now is None or before == now:
         return None

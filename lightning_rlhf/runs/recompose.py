@@ -1,8 +1,8 @@
-"""The configuration of a run, changed by overrides as if they had been typed when it began.
+"""The configuration of a run, changed by new overrides as if they had been given when it began.
 
-The values that were in force then are the base. What the overrides change is found by composing twice, with what was
-typed then and with the new overrides behind it, and only the difference is applied: options of groups can be exchanged,
-values that follow others follow them, and defaults that the kit has changed since do not slip in.
+The run's recorded values are the base. The configuration is composed twice, with the overrides of the first start and
+with the new ones added, and only the difference is applied: so options of groups can be exchanged, interpolated values
+follow the keys they refer to, and defaults that the kit has changed since do not enter the run.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from lightning_rlhf.schema.searchpath import register
 from lightning_rlhf.schema.spelling import hint
 
 OF_ONE_START = ("resume", "branch", "resume_on_other_data", "output_dir")
-"""Keys that say how one command is run; the next one does not inherit them."""
+"""Keys that concern one command only; later starts do not inherit them."""
 
 
 @dataclass(frozen=True)
 class Composition:
-    """What a configuration was composed from.
+    """The inputs that a configuration was composed from.
 
     Attributes:
-        overrides: as typed, in their order, without those of Hydra itself.
+        overrides: as given, in their order, without those of Hydra itself.
         config_dir: the folder given by ``--config-dir``, absolute.
         config_name: the primary file.
     """
@@ -76,14 +76,14 @@ class Composition:
         return cls(typed, **found)
 
     def of_job(self) -> Composition:
-        """With the overrides of the job that Hydra runs now, which a sweep has filled in."""
+        """With the overrides of Hydra's current job, which contain the values of the sweep."""
         if HydraConfig.instance().cfg is None:
             return self
         return replace(self, overrides=tuple(HydraConfig.get().overrides.task))
 
     @classmethod
     def read(cls, record: Mapping[str, Any]) -> Composition:
-        """From what :meth:`plain` has given."""
+        """From the result of :meth:`plain`."""
         return cls(tuple(record["overrides"]), record.get("config_dir"), record.get("config_name", "train"))
 
     def plain(self) -> dict[str, Any]:
@@ -91,13 +91,13 @@ class Composition:
         return asdict(self) | {"overrides": list(self.overrides)}
 
     def followed_by(self, new: Composition) -> Composition:
-        """This one with overrides behind it; of two with one key the new one stays, and ``+`` where it was needed."""
+        """This composition with new overrides added; of two for one key the new one stays, with the old one's ``+``."""
         words = merged(self.overrides, new.overrides)
         other = {"config_name": new.config_name} if new.config_name != "train" else {}
         return replace(self, overrides=tuple(words), config_dir=new.config_dir or self.config_dir, **other)
 
     def of_the_run(self) -> Composition:
-        """Without what was said about one start only."""
+        """Without the overrides that concern one start only."""
         return replace(self, overrides=tuple(w for w in self.overrides if _key(w) not in OF_ONE_START))
 
 
@@ -117,7 +117,7 @@ def parse(words: Sequence[str]) -> list[Override]:
 
 
 def merged(recorded: Sequence[str], new: Sequence[str]) -> list[str]:
-    """The recorded overrides with new ones behind them, each key once."""
+    """The recorded overrides followed by the new ones, each key once."""
     kept = {_place(override): override for override in parse(recorded)}
     for override in parse(new):
         before = kept.pop(_place(override), None)
@@ -127,7 +127,7 @@ def merged(recorded: Sequence[str], new: Sequence[str]) -> list[str]:
         if added and override.type is OverrideType.CHANGE:
             override = parse([f"+{override.input_line}"])[0]
         kept[_place(override)] = override
-    # A value, unlike an option of a group, has a dot in its key; adding it twice must not be an error.
+    # The key of a value, unlike that of a group's option, has a dot; adding the value twice must not be an error.
     force = {OverrideType.ADD: "+"}
     return [(force.get(o.type, "") if "." in o.key_or_group else "") + str(o.input_line) for o in kept.values()]
 
@@ -144,12 +144,12 @@ def _key(word: str) -> str:
 
 
 def compose(composition: Composition, output_dir: str, like: DictConfig | None = None) -> DictConfig:
-    """The configuration, with interpolations; those of Hydra (``${hydra:...}``, ``${now:...}``) are resolvable in it.
+    """The configuration, with interpolations; those of Hydra (``${hydra:...}``, ``${now:...}``) can be resolved in it.
 
     Args:
-        composition: what from.
-        output_dir: the folder that ``${hydra:runtime.output_dir}`` shall be.
-        like: an earlier result, whose ``${now:...}`` it shall share.
+        composition: what to compose.
+        output_dir: value of ``${hydra:runtime.output_dir}``.
+        like: an earlier result, whose value of ``${now:...}`` is used again.
     """
     with _hydra(composition) as hydra:
         config = hydra.compose_config(
@@ -168,7 +168,7 @@ def compose(composition: Composition, output_dir: str, like: DictConfig | None =
 
 
 def resolved(config: DictConfig) -> dict[str, Any]:
-    """A result of :func:`compose` in plain containers, without Hydra's own part."""
+    """A result of :func:`compose` in plain containers, without the block ``hydra``."""
     instance = HydraConfig.instance()
     before = instance.cfg
     instance.set_config(config)
@@ -181,7 +181,7 @@ def resolved(config: DictConfig) -> dict[str, Any]:
 
 @contextmanager
 def _hydra(composition: Composition) -> Iterator[Hydra]:
-    """A Hydra of our own, whether or not one is at work; that one is back afterwards."""
+    """A separate Hydra instance; one that is already running is restored afterwards."""
     register()
     instance = GlobalHydra.instance()
     before, instance.hydra = instance.hydra, None
@@ -203,16 +203,16 @@ def recomposed(saved: Mapping[str, Any], own: Composition, new: Composition) -> 
     """The configuration of a run with new overrides.
 
     Args:
-        saved: the values that were in force, resolved.
-        own: what they were composed from, as far as that is known.
-        new: what is typed now.
+        saved: the run's recorded values, resolved.
+        own: the composition they come from, as far as it is known.
+        new: the overrides of this start.
 
     Returns:
-        The configuration, and what composes it. Recorded overrides for which the new options have no place are gone.
+        The configuration, and its composition, without recorded overrides of keys that the new options do not have.
 
     Raises:
         InputError: a key that neither the configuration files nor the run has.
-        HydraException: an option that is not there, an override that cannot be read.
+        HydraException: an unknown option, or an override that cannot be parsed.
     """
     own, new = own.of_the_run(), new.of_the_run()
     folder = str(saved.get("output_dir"))
@@ -230,7 +230,7 @@ def recomposed(saved: Mapping[str, Any], own: Composition, new: Composition) -> 
             recorded = [word for word in own.overrides if _key(word) == key]
             typed = [word for word in new.overrides if _key(word) == key and word not in direct]
             if typed and get(saved, key, default=...) is not ...:
-                direct += typed  # of a block that the record knows nothing of
+                direct += typed  # overrides of a block that the recorded composition does not have
             elif recorded and not typed:
                 own = replace(own, overrides=tuple(word for word in own.overrides if word not in recorded))
             elif typed:
@@ -247,9 +247,10 @@ def recomposed(saved: Mapping[str, Any], own: Composition, new: Composition) -> 
 def apply_difference(
     saved: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any], named: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """``saved`` with every leaf changed that differs between ``before`` and ``after``, or that lies at a named key.
+    """``saved`` with every leaf changed that differs between ``before`` and ``after``, or that is at a named key.
 
-    A block whose class changes is the new one as a whole: what only the saved one had its class takes alone.
+    A block whose class changes is replaced by the new block: arguments that only the saved block had belong to its
+    old class.
     """
     config = copy.deepcopy(dict(saved))
     old, new, kept = dict(flatten(before)), dict(flatten(after)), dict(flatten(saved))
@@ -269,7 +270,7 @@ def apply_difference(
 
 
 def with_values(config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """The configuration with single values set, without any composing.
+    """The configuration with single values set, without composing.
 
     Raises:
         InputError: a key that the configuration does not have.
@@ -312,5 +313,5 @@ def _delete(config: dict[str, Any], key: str) -> None:
         way.append(way[-1][name])
     way[-1].pop(last, None)
     for node, name in reversed(list(zip(way, blocks, strict=False))):
-        if not node[name]:  # a block whose last key has gone
+        if not node[name]:  # a block whose last key was deleted
             del node[name]

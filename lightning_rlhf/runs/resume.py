@@ -1,4 +1,4 @@
-"""Going on with a run: with its own settings, changed by what is typed, in its folder or in that of a branch."""
+"""Resume a run: with its own settings, changed by new overrides, in its own folder or in that of a branch."""
 
 from __future__ import annotations
 
@@ -66,28 +66,28 @@ SAME_NUMBERS = (
     "trainer.strategy",
     "trainer.strategy.*",
 )
-"""Keys with which a run goes on as the same run: what is seen, kept and how long, on which devices, in which portions.
+"""Keys that can change while a run stays the same run: logging, checkpoints, length, devices, micro-batch sizes.
 
-``iterations`` is among them although the learning-rate schedule ends there: what was recorded stays true, and the rates
-from the next iteration on are those of a run of the new length.
+``iterations`` is among them although the learning-rate schedule ends there: recorded values stay valid, and from the
+next iteration on the learning rates are those of a run of the new length.
 """
 
 
 @dataclass(frozen=True)
 class Resumption:
-    """How one start goes on.
+    """How one start resumes a run.
 
     Attributes:
-        checkpoint: that training continues from.
-        iteration: that it was written after.
-        run: the folder of the run it belongs to; ``None`` for a file that lies alone.
-        config: what is in force now, with the paths of ``run``.
-        changes: of it against the run: key -> value then, value now (``MISSING`` where there is none).
-        composition: what the configuration is composed from now.
+        checkpoint: the checkpoint from which training continues.
+        iteration: the iteration after which it was written.
+        run: the folder of the run it belongs to; ``None`` for a file outside of any run's folder.
+        config: the configuration of this start, with the paths of ``run``.
+        changes: changes against the run's configuration: key -> old value, new value (``MISSING`` if there is none).
+        composition: the overrides that this configuration is composed from.
         branch: why this is a branch of the run, and not the run itself; empty if it is the run.
         outputs: folder of the run when the checkpoint was written.
         typed: the overrides of this start.
-        other_data: whether it may go on where the training data is not that of the checkpoint.
+        other_data: whether the training data may differ from the checkpoint's.
     """
 
     checkpoint: Path
@@ -102,7 +102,7 @@ class Resumption:
     other_data: bool = False
 
     def settings_in(self, folder: str | Path) -> dict[str, Any]:
-        """The configuration of this start, whose files go into ``folder``."""
+        """The configuration of this start with ``folder`` as its output folder."""
         folder = Path(folder).absolute()
         config = moved(self.config, self.run, self.outputs, folder, typed=self.changes)
         config |= {"output_dir": str(folder), "resume": str(self.checkpoint.absolute()), "branch": None}
@@ -116,26 +116,26 @@ class Resumption:
         return config
 
     def lines(self, folder: str | Path) -> Iterator[str]:
-        """What a user should know about it, in a few lines."""
+        """A few lines for the user about this resume."""
         yield f"resuming from {self.checkpoint} (iteration {self.iteration})"
         if self.changes:
-            yield "changed, all else as it was:"
+            yield "changed settings (all others as before):"
             yield from (f"  {key}: {_shown(old)} -> {_shown(new)}" for key, (old, new) in in_short(self.changes))
         schedule = get(self.config, "module.optimizer.schedule")
         if "iterations" in self.changes and schedule not in (None, "constant"):
             end = self.config["iterations"]
-            yield f"the {schedule} schedule of learning rates now ends at iteration {end};"
-            yield "  rates follow it from here on"
+            yield f"the {schedule} learning-rate schedule now ends at iteration {end};"
+            yield "  learning rates follow it from here on"
         if self.branch:
             why = "; ".join(self.branch)
             yield f"a branch, for {why}: its files go to"
             yield f"  {folder}"
             if any(block.get("_target_") == MLFLOW for block in blocks_of(self.config.get("logger")).values()):
-                yield "and its MLflow run is a child of the run's"
-            yield "(branch=false goes on in the run itself, and sets its later checkpoints aside)"
+                yield "and its MLflow run is a child of the original run's"
+            yield "(branch=false continues the run itself and renames its later checkpoints)"
 
     def record(self) -> dict[str, Any]:
-        """For the list of starts."""
+        """The entry for the list of starts."""
         changes = {key: [_shown(old), _shown(new)] for key, (old, new) in self.changes.items()}
         branch = {"branch_of": str(self.run), "because": self.branch} if self.branch else {}
         start = {"checkpoint": str(self.checkpoint.absolute()), "iteration": self.iteration, "changes": changes}
@@ -154,10 +154,10 @@ MISSING = _Missing()
 
 
 def planned(where: str, new: Composition) -> Resumption:
-    """How to go on with the run or the checkpoint at ``where`` under new overrides.
+    """How to resume the run or the checkpoint at ``where`` under new overrides.
 
     Raises:
-        InputError: there is no whole checkpoint, or an override that cannot work.
+        InputError: there is no complete checkpoint, or an override is invalid.
     """
     checkpoint = find_checkpoint(where)
     saved, iteration = read_settings(checkpoint)
@@ -170,10 +170,10 @@ def planned(where: str, new: Composition) -> Resumption:
 def planned_from(config: DictConfig) -> Resumption:
     """The same for a configuration that was composed elsewhere, with ``resume`` in it.
 
-    What differs from the shipped defaults counts as typed.
+    Values that differ from the shipped defaults count as overrides.
 
     Raises:
-        InputError: there is no whole checkpoint.
+        InputError: there is no complete checkpoint.
     """
     folder = value_in(config, "output_dir")
     checkpoint = find_checkpoint(str(config.resume))
@@ -214,7 +214,7 @@ def _resumption(
     other = [key for key, _ in in_short({k: v for k, v in changes.items() if not keeps_numbers(k)})]
     named = other if len(other) <= 3 else [*other[:2], f"{len(other) - 2} more"]
     reasons = [f"other numbers follow from {', '.join(named)}"] if other else []
-    is_newest = checkpoint != Path(where).expanduser()  # a folder means that one
+    is_newest = checkpoint != Path(where).expanduser()  # a folder means its newest checkpoint
     newest = iteration if is_newest else newest_iteration(checkpoint)
     if newest > iteration:
         reasons.append(f"the run has gone on to iteration {newest} since")
@@ -229,7 +229,7 @@ def _resumption(
 
 
 def differences(saved: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """Leaf keys with other values than in the saved configuration: then, now."""
+    """Leaf keys whose values differ from the saved configuration: old and new value."""
     old, new = dict(flatten(saved)), dict(flatten(config))
     for key in dict.fromkeys([*old, *new]):
         then, now = old.get(key, MISSING), new.get(key, MISSING)
@@ -238,7 +238,7 @@ def differences(saved: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator
 
 
 def in_short(changes: Mapping[str, tuple[Any, Any]]) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """The same; of a block that has come or gone as a whole only its class, under the block's own key."""
+    """The same in short: a block that was added or removed is listed once, with its class."""
     ends = [key for key, pair in changes.items() if key.endswith("._target_") and MISSING in pair]
     whole = {key.removesuffix("._target_") for key in ends}
     for key, pair in changes.items():
@@ -250,15 +250,15 @@ def in_short(changes: Mapping[str, tuple[Any, Any]]) -> Iterator[tuple[str, tupl
 
 
 def keeps_numbers(key: str) -> bool:
-    """Whether a run is the same run with another value of this key (:data:`SAME_NUMBERS`)."""
+    """Whether a run stays the same run with another value of this key (:data:`SAME_NUMBERS`)."""
     return any(fnmatch(key, pattern) for pattern in SAME_NUMBERS)
 
 
-# --- what a folder and a checkpoint say -----------------------------------------------------------------------------
+# --- reading a folder and a checkpoint ------------------------------------------------------------------------------
 
 
 def read_content(checkpoint: Path) -> dict[str, Any]:
-    """A checkpoint's content, tensors left on the disk; of a folder of shards what is not sharded.
+    """A checkpoint's content, with tensors left on disk; of a folder of shards the part that is not sharded.
 
     Raises:
         InputError: it cannot be read.
@@ -291,17 +291,17 @@ def read_settings(checkpoint: Path) -> tuple[dict[str, Any], int]:
 
 
 def with_todays_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration that may be of an earlier release, with the top-level keys it did not know at their defaults."""
+    """A configuration, possibly of an earlier release, with top-level keys that it lacks at their defaults."""
     top = {key: value for key, value in train_file().items() if key not in ("defaults", "hydra")}
     return {key: value for key, value in top.items() if key not in config and "${" not in str(value)} | dict(config)
 
 
 def run_of(checkpoint: Path, where: str, saved: Mapping[str, Any]) -> Path | None:
-    """The folder of the run that a checkpoint belongs to: where it lies, or whose record names where it lies.
+    """The folder of the run that a checkpoint belongs to: a folder above it, or one whose record names its folder.
 
     Args:
         checkpoint: the checkpoint.
-        where: what was typed, which may be the run's folder.
+        where: the value of ``resume``, which may be the run's folder.
         saved: the configuration of the checkpoint.
     """
     for folder in (Path(where).expanduser().absolute(), Path(str(saved.get("output_dir"))).absolute()):
@@ -314,16 +314,16 @@ def run_of(checkpoint: Path, where: str, saved: Mapping[str, Any]) -> Path | Non
 
 
 def newest_iteration(checkpoint: Path) -> int:
-    """The highest iteration among the whole checkpoints beside this one."""
+    """The highest iteration among the complete checkpoints beside this one."""
     found = latest_valid(checkpoint.parent)
     return -1 if found is None else iteration_of(found)
 
 
 def composition_of(run: Path | None, iteration: int) -> Composition:
-    """What the start of a run was composed from that wrote its checkpoint of this iteration; nothing where unknown.
+    """The overrides of the start that wrote a run's checkpoint of this iteration; empty if unknown.
 
-    That is the newest one that went on from an earlier iteration: a start that died before its first checkpoint has
-    left nothing.
+    That is the newest start that continued from an earlier iteration: a start that died before its first checkpoint
+    wrote none.
     """
     if run is None:
         return Composition()
@@ -336,12 +336,12 @@ def composition_of(run: Path | None, iteration: int) -> Composition:
 
 
 def latest_record(run: Path | None, folder: Path) -> bool:
-    """Whether a run is tracked by a logger that can go on with it."""
+    """Whether a run has the record of a logger that can continue it."""
     return run is not None and any((where / "tracking" / "run.json").exists() for where in (run, folder))
 
 
 def value_in(config: DictConfig, key: str) -> Any:
-    """A value of a composed configuration; ``None`` where it needs Hydra and there is none."""
+    """A value of a composed configuration; ``None`` if it needs Hydra, which is not running."""
     try:
         return config.get(key)
     except (OmegaConfBaseException, ValueError):
@@ -357,16 +357,16 @@ def _shown(value: Any) -> str:
 
 
 def from_command(words: Sequence[str], shared: str | None = None) -> tuple[list[str], Resumption | None]:
-    """What ``lightning-rlhf train`` is to hand to Hydra where it goes on with one run.
+    """The arguments that ``lightning-rlhf train`` passes to Hydra to resume a run.
 
-    Hydra then opens the folder and the log file, nothing more: the configuration is that of the resumption.
+    Hydra then only opens the folder and the log file: the configuration is that of the resumption.
 
     Args:
-        words: as typed.
-        shared: a folder that processes started elsewhere have agreed on.
+        words: the arguments of the command.
+        shared: the folder that processes started elsewhere have in common.
 
     Returns:
-        The words for Hydra, and how to go on; for anything else the words as they are and ``None``.
+        The arguments for Hydra, and the resumption; if no run is resumed, ``words`` unchanged and ``None``.
 
     Raises:
         InputError, HydraException: as :func:`planned`.
@@ -387,8 +387,8 @@ def from_command(words: Sequence[str], shared: str | None = None) -> tuple[list[
         kept = ["--config-dir", resumption.composition.config_dir, *kept]
     if folder is None and not resumption.branch and resumption.run is not None:
         kept.append(f"hydra.run.dir={quoted(resumption.run)}")
-    kept.append("hydra.output_subdir=null")  # what Hydra has written at the first start stays
+    kept.append("hydra.output_subdir=null")  # keep the files that Hydra wrote at the first start
     command = folder_of_command(resumption.run, resumption.outputs)
     if command is not None and str(command) not in sys.path:
-        sys.path.append(str(command))  # classes of the folder where the run was started
+        sys.path.append(str(command))  # to import classes from the folder where the run was started
     return kept, resumption

@@ -1,4 +1,4 @@
-"""The jobs of ``--multirun``: one that fails does not end the others, and the end says how each has fared."""
+"""The jobs of ``--multirun``: a failing job does not end the others, and the last lines give each job's result."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from lightning_rlhf.schema import InputError
 
 
 class JobsFailed(InputError):
-    """Some jobs of a sweep have failed; the message says how each has fared."""
+    """Some jobs of a sweep have failed; the message gives each job's result."""
 
 
 @dataclass
 class Jobs:
-    """How the jobs of a sweep have fared; nothing outside of a sweep.
+    """Results of the jobs of a sweep; unused outside of a sweep.
 
     Attributes:
-        typed: the words of the command.
+        typed: the arguments of the command.
         lines: one for each job that has ended.
-        failed: how many of them have failed.
+        failed: number of failed jobs.
     """
 
     typed: Sequence[str] = ()
@@ -36,7 +36,7 @@ class Jobs:
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """A job. Within a sweep its error is kept, and the next job begins."""
+        """Context of one job. In a sweep its error is recorded, and the next job begins."""
         hydra = HydraConfig.get()
         if hydra.mode is not RunMode.MULTIRUN:
             yield
@@ -49,7 +49,7 @@ class Jobs:
         except Exception as error:
             self.failed += 1
             print(f"{name} has failed:", file=sys.stderr)
-            said = isinstance(error, (InputError, RunEnded))  # the message is all there is to say
+            said = isinstance(error, (InputError, RunEnded))  # the message needs no class name before it
             if not said:
                 traceback.print_exc()
             kind = "" if said else f"{type(error).__name__}: "
@@ -58,7 +58,7 @@ class Jobs:
             self.lines.append(f"{name}: done, in {hydra.runtime.output_dir}")
 
     def report(self) -> None:
-        """Say how the jobs have fared.
+        """Print the results of the jobs.
 
         Raises:
             JobsFailed: some have failed.

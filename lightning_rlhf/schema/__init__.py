@@ -1,4 +1,4 @@
-"""What is wrong with this configuration? Its checks, spellings, blocks of veRL, and the screen that says so."""
+"""Checks of a configuration: values, combinations, spelling, pasted veRL blocks, and the error screen."""
 
 from lightning_rlhf.errors import ConfigError, InputError, Problem
 from lightning_rlhf.schema.batch_sizes import batch_sizes_of

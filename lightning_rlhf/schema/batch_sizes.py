@@ -1,4 +1,4 @@
-"""How many sequences, minibatches and updates a run has, printed once before it starts."""
+"""Numbers of sequences, minibatches and updates of a run, printed once before it starts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class BatchSizes:
 
 
 def batch_sizes_of(config: Mapping[str, Any]) -> BatchSizes | None:
-    """The batch arithmetic; ``None`` where a number is missing or no whole number (:func:`.checks.numbers` says so)."""
+    """The batch sizes; ``None`` if a number is missing or not a whole number (:func:`.checks.numbers` reports that)."""
     values = [get(config, key) for key in ("data.prompts_per_iteration", "rollout.samples", "iterations")]
     settings = settings_of(config)
     if settings is None or not all(isinstance(value, int) and value > 0 for value in values):
@@ -57,7 +57,7 @@ def batch_sizes_of(config: Mapping[str, Any]) -> BatchSizes | None:
 
 
 def settings_of(config: Mapping[str, Any]) -> PPOSettings | None:
-    """The module's settings, or ``None`` where a block is wrong (:func:`.checks.module_settings` says so)."""
+    """The module's settings, or ``None`` if a block is invalid (:func:`.checks.module_settings` reports that)."""
     try:
         return PPOSettings.from_blocks(
             **{field.name: get(config, f"module.{field.name}") for field in fields(PPOSettings)}

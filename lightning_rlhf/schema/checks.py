@@ -1,4 +1,4 @@
-"""What is wrong with this configuration? Checked before any work starts; every problem is reported at once."""
+"""Checks of the configuration before any work starts; all problems are reported at once."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ def check(config: DictConfig) -> dict[str, Any]:
 
 
 def first_look(config: DictConfig, typed: Sequence[str] = ()) -> None:
-    """Refuse what can be seen to be wrong before PyTorch and the other libraries are imported, which takes long.
+    """Refuse errors that can be found without importing PyTorch and other libraries, which takes long.
 
     Args:
         config: as composed by Hydra.
         typed: the overrides of the command line, if there was one.
 
     Raises:
-        ConfigError: as :func:`check`, which looks at everything.
+        ConfigError: as :func:`check`, which makes all checks.
     """
     given = _containers(config)
     lost = [error.problem for error in outvoted(typed, given)]
@@ -106,7 +106,7 @@ def _containers(config: DictConfig) -> dict[str, Any]:
 
 
 def _adopted(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The same with a block of veRL taken over, and what to tell the user about that."""
+    """The configuration with a pasted veRL block converted, and notes for the user about that."""
     try:
         return adopt(given)
     except SettingError as error:
@@ -114,10 +114,10 @@ def _adopted(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _refuse(plain: Mapping[str, Any], given: Mapping[str, Any], config: DictConfig, *checks: Check) -> None:
-    """Raise with every problem, each under the key that was typed.
+    """Raise with every problem, each under the key that the user knows.
 
-    A key that came in a pasted block is called what it is called there, and one whose value is that of another key
-    (``module.actor.lr`` is ``${model.lr.actor}``) is called by both, the other one first.
+    A key of a pasted block has its name there, and a key whose value refers to another key
+    (``module.actor.lr`` is ``${model.lr.actor}``) is reported by both names, the other key first.
     """
     problems = [problem for each in checks for problem in each(plain)]
     if problems:
@@ -127,7 +127,7 @@ def _refuse(plain: Mapping[str, Any], given: Mapping[str, Any], config: DictConf
 
 
 def _under_its_source(problem: Problem, written: Mapping[str, Any]) -> Problem:
-    """The problem under the key that its value comes from; the configuration as written has it as ``${other.key}``."""
+    """The problem under the key that its value comes from, if the unresolved configuration has ``${other.key}``."""
     key = problem.key
     while isinstance(value := get(written, key), str) and (other := re.fullmatch(r"\$\{([\w.]+)\}", value)):
         key = other[1]
@@ -149,7 +149,7 @@ def module_settings(config: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def mixin_settings(config: Mapping[str, Any]) -> Iterator[Problem]:
-    """The same in the blocks of the mixins."""
+    """Unknown keys and values out of range in the blocks of the mixins."""
     yield from _settings(config, {name: (locate(path), {}) for name, path in MIXIN_SETTINGS.items()})
 
 
@@ -167,7 +167,7 @@ def _settings(config: Mapping[str, Any], classes: Mapping[str, tuple[type, Mappi
                 break
             except SettingError as error:
                 if error.key in said:
-                    break  # what is missing now is what was wrong before
+                    break  # only keys removed above, which are reported already, are missing now
                 said.add(error.key)
                 yield error.problem
                 wrong = error.key.rpartition(".")[2]
@@ -177,7 +177,7 @@ def _settings(config: Mapping[str, Any], classes: Mapping[str, tuple[type, Mappi
 
 
 def trainer_options(config: Mapping[str, Any]) -> Iterator[Problem]:
-    """What cannot work in the block of the Trainer, and fused operators of a device that is not there."""
+    """Invalid options in the block of the Trainer, and fused NPU operators without torch-npu."""
     for error in wrong_trainer_options(get(config, "trainer") or {}):
         yield error.problem
     if get(config, "model.policy.npu_fused"):
@@ -189,19 +189,19 @@ def trainer_options(config: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def secrets(config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Passwords in addresses: the configuration is saved with the run, logged, and in its checkpoints."""
+    """Passwords in addresses: the configuration is saved with the run, logged, and stored in its checkpoints."""
     for key, value in passwords.keys_with(config):
         yield Problem(key, value, passwords.refused(key))
 
 
 def numbers(config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Whole numbers that everything else is computed from."""
+    """Invalid whole numbers among the keys that other values are computed from."""
     positive = ["iterations", "data.prompts_per_iteration", "rollout.samples", "rollout.max_new_tokens"]
     optional = ["evaluate_every", "threads", "progress_every", "data.max_prompt_tokens"]
     for key in positive + optional:
         value = get(config, key, default=None if key in optional else MISSING)
         if value is MISSING or (value is None and key in optional):
-            continue  # an engine or data module of one's own may not have the key
+            continue  # a user's own engine or data module may not have the key
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             yield Problem(key, value, "a whole number >= 1" + (", or null" if key in optional else ""))
     if config.get("unsupported_precision", "replace") not in ("replace", "refuse"):
@@ -215,7 +215,7 @@ def numbers(config: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def files(config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Model and data paths that lead nowhere."""
+    """Model and data paths that do not exist."""
     path = get(config, "model.source.path")
     if isinstance(path, str):
         from lightning_rlhf.models.loading import resolve_path as resolve_model
@@ -236,11 +236,11 @@ def files(config: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem(key, source, f"there is no file {resolve_path(source)}")
 
 
-# --- what is printed before work starts ------------------------------------------------------------------------------
+# --- printed before work starts --------------------------------------------------------------------------------------
 
 
 def warnings(config: Mapping[str, Any]) -> Iterator[str]:
-    """Things that work and that a user should know about."""
+    """Warnings about valid settings that a user should know about."""
     top_k, top_p = get(config, "rollout.top_k"), get(config, "rollout.top_p")
     if top_k or (top_p is not None and top_p < 1):
         yield (

@@ -1,4 +1,4 @@
-"""Values that are right alone and impossible together."""
+"""Values that are valid alone but not together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_rlhf.settings import PPOSettings
 
 
 def combinations(config: Mapping[str, Any]) -> Iterator[Problem]:
-    """All of them; those of numbers only once each number is right by itself."""
+    """All invalid combinations; those of numbers only if each number is valid by itself."""
     if get(config, "warmup._target_") == "lightning_rlhf.warmup.warm_up" and get(config, "warmup.lr") is None:
         from lightning_rlhf.warmup import RATE_WANTED
 
@@ -28,7 +28,7 @@ def combinations(config: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _sizes(config: Mapping[str, Any], settings: PPOSettings, batch: BatchSizes) -> Iterator[Problem]:
-    """A minibatch fits into an iteration, the longest sequence into a micro-batch."""
+    """Check that a minibatch fits into an iteration, and the longest sequence into a micro-batch."""
     update = settings.update
     if update.minibatch_size > batch.sequences:
         yield Problem(
@@ -48,7 +48,7 @@ def _sizes(config: Mapping[str, Any], settings: PPOSettings, batch: BatchSizes) 
 
 
 def _processes(config: Mapping[str, Any], batch: BatchSizes) -> Iterator[Problem]:
-    """Prompts and engines can be shared out to the processes."""
+    """Check that prompts and engines can be divided among the processes."""
     processes, engine = processes_of(get(config, "trainer") or {}), str(get(config, "rollout._target_"))
     if not processes:
         return
@@ -68,7 +68,7 @@ def _processes(config: Mapping[str, Any], batch: BatchSizes) -> Iterator[Problem
 
 
 def _estimator(config: Mapping[str, Any], settings: PPOSettings, batch: BatchSizes) -> Iterator[Problem]:
-    """The estimator of advantages has what it needs: a critic, several answers to a prompt; the KL a reference."""
+    """Check that the advantage estimator has its critic or several answers per prompt, and the KL a reference."""
     advantage, critic = settings.advantage, get(config, "model.policy.critic")
     if advantage.estimator == "gae" and critic == "none":
         yield Problem(
@@ -87,7 +87,7 @@ def _estimator(config: Mapping[str, Any], settings: PPOSettings, batch: BatchSiz
 
 
 def _corrections(config: Mapping[str, Any]) -> Iterator[Problem]:
-    """The gap between engine and trainer is counted once."""
+    """Check that only one of ALP and importance weights corrects the gap between engine and trainer."""
     unified = get(config, "module.alp") is not None and get(config, "module.alp.ratio", "unified") == "unified"
     weights = get(config, "module.rollout_correction.rollout_is")
     if unified and weights is not None:

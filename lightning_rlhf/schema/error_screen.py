@@ -1,4 +1,4 @@
-"""From an exception to one screen that says what to change; nothing heavy is imported for it."""
+"""Turn an exception into one screen that says what to change, without heavy imports."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from lightning_rlhf.schema.verl import OURS, PASTED, POLICY_GRADIENT, RENAMED, a
 HIDDEN = "(full traceback: HYDRA_FULL_ERROR=1)"
 
 COMBINED = ("callbacks",)
-"""Groups of which several options are taken at once."""
+"""Groups of which several options can be selected at once."""
 
 
 def one_screen(error: Exception, arguments: Sequence[str]) -> str:
-    """What is said of an error in the user's input.
+    """The text shown for an error in the user's input.
 
     Args:
         error: of this package or of Hydra.
-        arguments: the words typed after the verb.
+        arguments: the command's arguments after the verb.
     """
     from hydra.errors import OverrideParseException
 
@@ -62,13 +62,13 @@ def one_screen(error: Exception, arguments: Sequence[str]) -> str:
 
 
 def quoted(name: str, value: str) -> str:
-    """An override whose value Hydra takes as a text, as it is typed in a shell."""
+    """An override, quoted for the shell, whose value Hydra reads as a string."""
     escaped = value.replace("\\", "\\\\").replace('"', '\\"') if '"' in value else value
     return shlex.quote(f'{name}="{escaped}"')
 
 
 def _unreadable(override: str, text: str) -> str:
-    """Hydra's parser stopped: mostly a value with characters of its grammar, which quotes protect."""
+    """Hydra's parser failed: mostly on an unquoted value with characters of its grammar."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import OverrideParseException
 
@@ -104,7 +104,7 @@ def _no_such_option(group: str, name: str) -> str:
 
 
 def _no_such_key(key: str, arguments: Sequence[str]) -> str:
-    """The key is not in the configuration: another trainer's, one of an option that is not selected, or misspelt."""
+    """An unknown key: another trainer's, one of an option that is not selected, or misspelt."""
     typed = {word.partition("=")[0].lstrip("+~"): word.partition("=")[2] for word in arguments if "=" in word}
     value = typed.get(key, "...")
     parent, _, name = key.rpartition(".")
@@ -132,11 +132,11 @@ def _no_such_key(key: str, arguments: Sequence[str]) -> str:
 
 
 PREFERRED = ("default", "monitor", "jsonl", "hf", "sft", "mlflow")
-"""The option that stands for its group where several have a key."""
+"""The option to suggest for a group in which several options have a key."""
 
 
 def not_selected(key: str, value: str, selected: Sequence[str]) -> str:
-    """A key that exists in a shipped file which this run does not use: how to use it; empty for any other key."""
+    """How to use a key of a shipped file that this run does not select; empty for any other key."""
     places = homes().get(key)
     if not places:
         return ""
@@ -161,7 +161,7 @@ def not_selected(key: str, value: str, selected: Sequence[str]) -> str:
 
 
 def _verl_key(key: str, typed: dict[str, str], selected: Sequence[str]) -> str:
-    """A key of veRL's ``algorithm`` that this run's pasted block does not have, or typed without such a block."""
+    """The message for a key of veRL's ``algorithm`` that the pasted block lacks, or given without such a block."""
     from omegaconf import OmegaConf
 
     parent, _, name = key.rpartition(".")
@@ -190,9 +190,9 @@ def _verl_key(key: str, typed: dict[str, str], selected: Sequence[str]) -> str:
 
 
 def selected_keys(arguments: Sequence[str]) -> list[str]:
-    """Every dotted key of the configuration that the typed groups give, without the other overrides.
+    """Every dotted key of the configuration composed from the selected groups, without the other overrides.
 
-    All shipped keys where the groups alone cannot be composed.
+    All shipped keys if the groups alone cannot be composed.
     """
     known = groups()
     chosen = [word for word in arguments if word.lstrip("+").partition("=")[0] in known and "=" in word]

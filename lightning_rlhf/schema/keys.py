@@ -1,4 +1,4 @@
-"""Keys that nothing reads, blocks that build nothing, arguments that a class or function does not take."""
+"""Checks for keys that nothing reads, blocks without a target, and arguments that a class or function does not take."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_rlhf.schema.spelling import hint
 
 
 def get(config: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """The value at a dotted key, or ``default`` where a block on the way is missing or null."""
+    """The value at a dotted key, or ``default`` if a block on its path is missing or null."""
     node: Any = config
     for part in key.split("."):
         if not isinstance(node, Mapping) or part not in node:
@@ -29,11 +29,11 @@ MIXIN_SETTINGS = {
     "alp": "lightning_rlhf.mixins.alp_settings.ALPSettings",
     "rollout_correction": "lightning_rlhf.mixins.correction_settings.RolloutCorrectionSettings",
 }
-"""Blocks of ``module`` that belong to a mixin, and their classes of settings; null or absent switches it off."""
+"""Blocks of ``module`` that belong to a mixin, and their settings classes; null or absent switches the mixin off."""
 
 
 def top_level(config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Keys beside those of train.yaml and its groups."""
+    """Top-level keys that are not in train.yaml or its groups."""
     known = known_at_the_top()
     for name, value in config.items():
         if name in known:
@@ -44,7 +44,7 @@ def top_level(config: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def blocks(config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Blocks that do not say what to build, and names that are no block."""
+    """Blocks without a ``_target_``, and values that should be blocks."""
     wanted = {key: get(config, key) for key in ("module", "model.source", "model.policy", "data", "reward", "rollout")}
     wanted["trainer"] = get(config, "trainer")
     wanted |= {key: config[key] for key in ("warmup",) if config.get(key)}
@@ -65,13 +65,13 @@ def blocks(config: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def targets(config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Unknown targets, and arguments that a target does not take or misses."""
+    """Unknown targets, unknown arguments of a target, and missing ones."""
     for key, node in _targeted(config):
         yield from _arguments(key, node)
 
 
 def declared_arguments(config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Arguments that a part of the kit does not take, as its source says; nothing is imported."""
+    """Arguments that a class of the kit does not take according to its source; nothing is imported."""
     for key, node in _targeted(config):
         found = declared(node["_target_"])
         if found is not None:
@@ -83,7 +83,7 @@ def declared_arguments(config: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def kinds(config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Values that are no number, no whole number or neither true nor false where a part of the kit takes only such."""
+    """Values that are not a number, whole number or boolean where a class of the kit needs one."""
     for key, node in _targeted(config):
         found = declared(node["_target_"])
         for name in _given(key, node) if found is not None else ():
@@ -99,7 +99,7 @@ CHECKED_ELSEWHERE = {
     "rollout.max_new_tokens",
     "rollout.requests_per_server",
 }
-"""Numbers that everything else is computed from; ``schema.numbers`` has more to say about them."""
+"""Numbers that other values are computed from; ``schema.numbers`` checks them further."""
 
 
 def _targeted(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -121,11 +121,11 @@ SUPPLIED = {
     "warmup": {"loaded", "datamodule", "seed"},
     "module": {"policy", "engine", "reward", "iterations", "seed"},
 }
-"""Arguments that ``train`` hands over itself; in a config they would be overwritten, so they are refused there."""
+"""Arguments that ``train`` passes itself; in a configuration they would be overwritten, so they are refused there."""
 
 
 NOT_HANDED_OVER = {"trainer": {"ray"}}
-"""Keys of a block that are no arguments of its target."""
+"""Keys of a block that are not arguments of its target."""
 
 
 def _arguments(key: str, node: Mapping[str, Any]) -> Iterator[Problem]:
@@ -172,5 +172,5 @@ def _unknown(key: str, node: Mapping[str, Any], named: list[str], who: str = "")
 
 
 def _is_reward_function(key: str, target: Any) -> bool:
-    """A plain function as a reward: its one free argument is the batch, which it gets when it is called."""
+    """Whether this is a plain function used as a reward: its first argument, the batch, comes with the call."""
     return key.startswith("reward.") and inspect.isfunction(target)

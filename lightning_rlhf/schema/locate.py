@@ -1,4 +1,4 @@
-"""From a dotted import path to the class or function, or a sentence that says why there is none."""
+"""The class or function at a dotted import path, or a sentence that says why it cannot be imported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def locate(path: Any) -> Any:
             found = importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name is not None and f"{name}.".startswith(f"{error.name}."):
-                continue  # it may be a class, and its attribute is wanted
+                continue  # the last part may be an attribute of a class
             raise LookupError(f"{name} needs the package {error.name}, which is not installed") from error
         except Exception as error:  # the user's file runs here and may raise anything
             raise LookupError(f"{name} cannot be imported: {type(error).__name__}: {error}") from error
@@ -40,7 +40,7 @@ def locate(path: Any) -> Any:
 
 
 def parameters_of(target: Any) -> dict[str, inspect.Parameter]:
-    """Parameters of a callable; a cooperative ``__init__(*args, **kwargs)`` also takes those of the next in line."""
+    """Parameters of a callable; ``__init__(*args, **kwargs)`` also takes those of the next class in the MRO."""
     found: dict[str, inspect.Parameter] = {}
     for cls in target.__mro__[:-1] if inspect.isclass(target) else ():
         if "__init__" not in vars(cls):
@@ -50,4 +50,4 @@ def parameters_of(target: Any) -> dict[str, inspect.Parameter]:
         found = {p.name: p for p in named} | found
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             return found
-    return dict(inspect.signature(target).parameters)  # no class, or each in line takes whatever it is given
+    return dict(inspect.signature(target).parameters)  # not a class, or every class in the MRO has **kwargs

@@ -12,7 +12,7 @@ GROUP = "lightning_rlhf.configs"
 
 
 class EntryPointSearchPath(SearchPathPlugin):
-    """Adds every package that announces configs, as in ``[project.entry-points."lightning_rlhf.configs"]``.
+    """Adds every package with an entry point in ``[project.entry-points."lightning_rlhf.configs"]``.
 
     The value names a package with YAML files in group folders, such as ``my_package.conf``. The kit's own
     configuration is searched first, so a package adds options and does not replace them.
@@ -24,7 +24,7 @@ class EntryPointSearchPath(SearchPathPlugin):
 
 
 def register() -> None:
-    """Make Hydra ask :class:`EntryPointSearchPath`; before ``hydra.main`` runs. Repeated calls change nothing."""
+    """Register :class:`EntryPointSearchPath` with Hydra; call it before ``hydra.main``. Repeated calls are harmless."""
     plugins = Plugins.instance()
     if EntryPointSearchPath not in plugins.discover(SearchPathPlugin):
         plugins.register(EntryPointSearchPath)

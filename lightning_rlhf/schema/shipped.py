@@ -1,4 +1,4 @@
-"""What the shipped configuration files hold: groups, options and keys. Read as text; costs no heavy import."""
+"""Groups, options and keys of the shipped configuration files, read as text, without heavy imports."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def groups() -> dict[str, list[str]]:
 
 
 def train_file() -> dict[str, Any]:
-    """``conf/train.yaml`` as it is written."""
+    """``conf/train.yaml``, not composed."""
     return _yaml(importlib.resources.files("lightning_rlhf.conf") / "train.yaml")
 
 
 @functools.cache
 def homes() -> dict[str, list[tuple[str, str]]]:
-    """Every dotted key of the shipped files, and the (group, option) files that hold it; none for ``train.yaml``."""
+    """Every dotted key of the shipped files with the (group, option) files that have it; empty for ``train.yaml``."""
     root = importlib.resources.files("lightning_rlhf.conf")
     top = {name: value for name, value in train_file().items() if name not in ("defaults", "hydra")}
     found: dict[str, list[tuple[str, str]]] = {key: [] for key, _ in flatten(top)}
@@ -59,7 +59,7 @@ def shipped_keys() -> list[str]:
 
 
 def comment(key: str) -> str:
-    """What the comment above a key in the first shipped file that has it says; empty where there is none."""
+    """The comment above a key in the first shipped file that has the key; empty if there is none."""
     places = homes().get(key)
     root = importlib.resources.files("lightning_rlhf.conf")
     for group, option in places or ():
@@ -76,7 +76,7 @@ def comment(key: str) -> str:
 
 
 def known_at_the_top() -> list[str]:
-    """Names that a configuration may have beside nothing: keys of ``train.yaml`` and the groups placed there."""
+    """Top-level names of a configuration: keys of ``train.yaml`` and the groups placed there."""
     train = train_file()
     placed = [
         name.removeprefix("optional ") for entry in train["defaults"] if isinstance(entry, dict) for name in entry
@@ -87,11 +87,11 @@ def known_at_the_top() -> list[str]:
 
 
 def _package(file: Any, group: str) -> str:
-    """Where a shipped file's keys land in the configuration."""
+    """The package of a shipped file: the block of the configuration that its keys belong to."""
     first = file.read_text(encoding="utf-8").partition("\n")[0]
     return first.removeprefix("# @package ") if first.startswith("# @package ") else group
 
 
 def _yaml(file: Any) -> dict[str, Any]:
-    """A shipped file as it is written, interpolations unresolved."""
+    """A shipped file, not composed, interpolations unresolved."""
     return OmegaConf.to_container(OmegaConf.create(file.read_text(encoding="utf-8"))) or {}  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""Arguments of the kit's own classes and functions, read from their source: importing them takes many seconds."""
+"""Arguments of the kit's own classes and functions, read from their source, as importing them takes many seconds."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ PACKAGE = "lightning_rlhf"
 
 @dataclass(frozen=True)
 class Declared:
-    """Arguments as written: names with annotations (``""`` where there is none), and the names without a default."""
+    """Arguments as declared: names with annotations (``""`` if there is none), and the names without a default."""
 
     annotations: dict[str, str]
     required: frozenset[str]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All of them, in order."""
+        """Names of all arguments, in order."""
         return tuple(self.annotations)
 
 
@@ -28,7 +28,7 @@ def declared(path: object) -> Declared | None:
     """Arguments of the class or function at a dotted import path of this package.
 
     Returns:
-        ``None`` where the source alone does not tell: another package, an unknown name, ``**kwargs``, several bases.
+        ``None`` if the source alone does not show them: another package, an unknown name, ``**kwargs``, several bases.
     """
     if not isinstance(path, str) or not path.startswith(f"{PACKAGE}."):
         return None
@@ -67,7 +67,7 @@ def _of_base(module: str, node: ast.ClassDef) -> Declared | None:
 
 
 def _with_those_of_the_base(module: str, node: ast.ClassDef, arguments: ast.arguments) -> Declared | None:
-    """Arguments of an ``__init__`` whose ``**kwargs`` go to its one base, which is known."""
+    """Arguments of an ``__init__`` that passes ``**kwargs`` to its only base class, including those of the base."""
     base = _of_base(module, node)
     alone = copy.copy(arguments)
     alone.kwarg = None
@@ -88,7 +88,7 @@ def _arguments(arguments: ast.arguments, skip: int) -> Declared | None:
 
 
 def _definition(module: str, name: str) -> tuple[str, ast.ClassDef | ast.FunctionDef] | None:
-    """The definition of a name in a module of this package, followed through its imports; and the module it is in."""
+    """The definition of a name in a module of this package, found through its imports, and the defining module."""
     tree = _tree(module)
     for statement in tree.body if tree is not None else ():
         if isinstance(statement, (ast.ClassDef, ast.FunctionDef)) and statement.name == name:

@@ -1,4 +1,4 @@
-"""What the user probably meant: nearest spellings, and the keys that other trainers use for the same thing."""
+"""Suggestions for unknown keys: nearest spellings, and the counterparts of other trainers' keys."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ FOREIGN_KEYS = {
     "reward_model_path": "reward=reward_model",
     "batch_size": "data.prompts_per_iteration",
     "max_steps": "iterations",
-    # Lightning, and what is typed from memory
+    # Lightning, and guesses from memory
     "max_epochs": "iterations",
     "gpus": "trainer.devices",
     "trainer.gpus": "trainer.devices",
@@ -92,15 +92,14 @@ FOREIGN_KEYS = {
     "rollout.n": "rollout.samples",
     "n": "rollout.samples",
 }
-"""Keys of other trainers' configurations, and where the same thing is set here."""
+"""Keys of other trainers' configurations, and the keys with the same meaning here."""
 
 
 def nearest(key: str, known: Iterable[str], most: int = 3) -> list[str]:
-    """Up to ``most`` of the ``known`` dotted keys, and blocks of them, that ``key`` may stand for, best first.
+    """Up to ``most`` of the ``known`` dotted keys, and blocks of them, that ``key`` may mean, best first.
 
-    The part that is wrong decides: a path that is right but for the spelling of its parts; then keys elsewhere that
-    end in exactly the same word; then a last word that is spelt alike, at the same place or elsewhere. Never ``key``
-    itself.
+    In this order: a path with only misspelt parts; keys elsewhere whose last part is exactly the same; keys whose last
+    part is spelt similarly, in the same block or elsewhere. Never ``key`` itself.
     """
     known = [candidate for candidate in known if candidate != key]
     walked = respelt(key, known)
@@ -117,7 +116,7 @@ def nearest(key: str, known: Iterable[str], most: int = 3) -> list[str]:
 
 
 def respelt(key: str, known: Iterable[str]) -> str | None:
-    """``key`` with each part replaced by the nearest one at its place; ``None`` where a part is like nothing there."""
+    """``key`` with each part replaced by the nearest known one; ``None`` if a part is similar to none."""
     path: list[str] = []
     known = list(known)
     for part in key.split("."):
@@ -132,19 +131,19 @@ def respelt(key: str, known: Iterable[str]) -> str | None:
 
 
 def _begun(part: str, names: Iterable[str]) -> list[str]:
-    """The one name that begins with ``part``, as ``coef`` does for ``coefficient``."""
+    """The name that begins with ``part``, such as ``coefficient`` for ``coef``, if there is exactly one."""
     found = [name for name in names if len(part) > 2 and name.startswith(part)]
     return found if len(found) == 1 else []
 
 
 def parts_of(block: str, known: Iterable[str]) -> list[str]:
-    """Names inside a block of the ``known`` dotted keys; none where it is no block."""
+    """Names inside a block of the ``known`` dotted keys; empty if it is not a block."""
     start = f"{block}."
     return list(dict.fromkeys(c.removeprefix(start).partition(".")[0] for c in known if c.startswith(start)))
 
 
 def hint(key: str, known: Iterable[str]) -> str:
-    """One sentence that leads from a wrong key to the right one; empty where nothing is near."""
+    """One sentence that suggests the right key for a wrong one; empty if none is similar."""
     foreign = FOREIGN_KEYS.get(key) or FOREIGN_KEYS.get(key.rpartition(".")[2])
     if foreign and foreign != key and not respelt(key, known := list(known)):
         return f"here it is called {foreign}"

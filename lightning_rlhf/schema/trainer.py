@@ -1,4 +1,4 @@
-"""What is wrong with the block of the Lightning Trainer: options that another key decides, devices, strategies."""
+"""Checks of the Lightning Trainer's block: options that another key sets, devices, strategies."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ REFUSED_TRAINER_OPTIONS = {
     "callbacks": "the group callbacks holds them",
     "logger": "the group logger holds it",
 }
-"""Options of the Lightning Trainer that manual optimisation cannot honour, or that another key decides."""
+"""Options of the Lightning Trainer that manual optimisation does not support, or that another key sets."""
 
 
 STRATEGIES = ("auto", "ddp")
-"""Names of strategies; others are written as a block with a _target_."""
+"""Strategies that can be given by name; others need a block with a _target_."""
 
 
 def wrong_trainer_options(trainer: Mapping[str, Any]) -> Iterator[SettingError]:
-    """Options that would be ignored or refused later, each with what is allowed or the key that does act.
+    """Options that would be ignored or refused later, each with what is allowed or the key to use instead.
 
     Args:
         trainer: the block, as plain containers.
@@ -59,7 +59,7 @@ def wrong_trainer_options(trainer: Mapping[str, Any]) -> Iterator[SettingError]:
 
 
 def _processes(trainer: Mapping[str, Any]) -> Iterator[SettingError]:
-    """Devices, machines and how they work together."""
+    """Invalid devices, number of machines and strategies."""
     devices, nodes = trainer.get("devices", 1), trainer.get("num_nodes", 1)
     whole = isinstance(devices, int) and not isinstance(devices, bool) and (devices >= 1 or devices == -1)
     indices = isinstance(devices, list) and devices and all(isinstance(i, int) and i >= 0 for i in devices)
@@ -75,7 +75,7 @@ def _processes(trainer: Mapping[str, Any]) -> Iterator[SettingError]:
 
 
 def processes_of(trainer: Mapping[str, Any]) -> int | None:
-    """Training processes of the run; ``None`` where only the machine can tell (``auto``)."""
+    """Number of training processes of the run; ``None`` if it depends on the machine (``auto``)."""
     if trainer.get("ray") is not None:
         return workers_of(trainer)
     devices = trainer.get("devices", 1)

@@ -1,4 +1,4 @@
-"""A block of rollout correction pasted from veRL, in any of the three shapes that its keys have had.
+"""A block of rollout correction pasted from veRL, in any of the three versions (eras) of its keys.
 
 ========  ==============================  =========================================================================
 era       where                           keys
@@ -10,7 +10,7 @@ era       where                           keys
                                           ``rollout_rs_threshold``, ``rollout_rs_threshold_lower``,
                                           ``rollout_token_veto_threshold``: our own keys
 3 (2026)  ``rollout_correction``          ``rollout_rs`` a list of ``token_k1 ... seq_max_k3`` with bounds such as
-                                          ``"0.5_2.0"``: taken over as they are. ``token_k1`` is our ``token``,
+                                          ``"0.5_2.0"``: accepted unchanged. ``token_k1`` is our ``token``,
                                           ``seq_sum_k1`` our ``sequence``, ``seq_mean_k1`` our ``geometric``
 ========  ==============================  =========================================================================
 """
@@ -33,26 +33,26 @@ FIRST_ERA = {
     "rollout_is_threshold_lower": "rollout_is_threshold_lower",
     "rollout_is_veto_threshold": "rollout_token_veto_threshold",
 }
-"""Keys of the first era that have a successor here, and its name."""
+"""Keys of the first era that have a counterpart here, and its name."""
 
 RENAMED = {"bypass_old_logprob_for_rollout": "bypass_mode"}
-"""Early names of the second era."""
+"""Early names of keys of the second era."""
 
 POLICY_GRADIENT = ("use_policy_gradient", "use_pure_rollout_correction")
-"""Early booleans of the second era for what is ``loss_type: reinforce`` today."""
+"""Early booleans of the second era that mean today's ``loss_type: reinforce``."""
 
 
 def adopt(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Move a pasted ``algorithm.rollout_correction`` to ``module.rollout_correction``, over what is there.
+    """Move a pasted ``algorithm.rollout_correction`` to ``module.rollout_correction``, overriding the values there.
 
     Args:
         config: plain containers.
 
     Returns:
-        The configuration without the pasted keys, and a note for each thing that was taken over.
+        The configuration without the pasted keys, and a note for the user about each change.
 
     Raises:
-        SettingError: keys of the first era, a block that is none, or log-probabilities switched off.
+        SettingError: keys of the first era, a value that is not a block, or log-probabilities switched off.
     """
     moved = {name: value for name, value in config.items()}
     notes: list[str] = []
@@ -74,7 +74,7 @@ def adopt(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def pasted_name(key: str, config: Mapping[str, Any]) -> str:
-    """What a key of our block is called in the block that was pasted; ``key`` itself where that does not have it."""
+    """The name in the pasted block of a key of our block; ``key`` itself if the pasted block does not have it."""
     algorithm = config.get("algorithm")
     block = algorithm.get("rollout_correction") if isinstance(algorithm, Mapping) else None
     parent, _, name = key.rpartition(".")
@@ -88,8 +88,8 @@ def outvoted(typed: Sequence[str], config: Mapping[str, Any]) -> Iterator[Settin
     """Overrides of our block that a pasted block would silently set to something else.
 
     Args:
-        typed: the overrides as they were typed.
-        config: plain containers, the pasted block still in its place.
+        typed: the overrides of the command line.
+        config: plain containers, with the pasted block still in place.
     """
     for word in typed:
         key, _, value = word.lstrip("+").partition("=")
@@ -100,10 +100,10 @@ def outvoted(typed: Sequence[str], config: Mapping[str, Any]) -> Iterator[Settin
 
 
 def translate(block: Any) -> dict[str, Any]:
-    """A block of the second or third era in our keys.
+    """Translate a block of the second or third era into our keys.
 
     Raises:
-        SettingError: it is no block, or one of the first era.
+        SettingError: it is not a block, or is one of the first era.
     """
     if not isinstance(block, Mapping):
         raise SettingError(PASTED, block, "a block of keys, or leave it out")
@@ -121,7 +121,7 @@ def translate(block: Any) -> dict[str, Any]:
 
 
 def _refuse_first_era(block: Mapping[str, Any], place: str = "algorithm") -> None:
-    """Keys of the first era would be half understood, so they are refused with the block that says the same."""
+    """Refuse keys of the first era, whose meaning is ambiguous today, and print the equivalent overrides."""
     old = {name for name in ("rollout_is_level", "rollout_is_veto_threshold") if name in block}
     if isinstance(block.get("rollout_is"), bool):
         old.add("rollout_is")
@@ -144,7 +144,7 @@ def _refuse_first_era(block: Mapping[str, Any], place: str = "algorithm") -> Non
 
 
 def _log_probs(config: dict[str, Any], notes: list[str]) -> None:
-    """``calculate_log_probs: true`` goes with the block in veRL and is always so here."""
+    """Remove ``calculate_log_probs: true``, which veRL's block requires and which is always on here."""
     rest = config.get("actor_rollout_ref")
     if not isinstance(rest, Mapping):
         return

@@ -1,6 +1,6 @@
-"""What a callback does in a simulated run: numbers of every size go in, decisions, knobs and reports come out.
+"""Behaviour of a callback in a simulated run: given numbers of every size, its decisions, knobs and reports.
 
-The events and ``module.control`` are the real ones, the numbers are drawn by a seed; no model is trained.
+The events and ``module.control`` are real, the numbers are random with a fixed seed; no model is trained.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ ITERATIONS = 60
 
 
 def behaviour(callback: RLHFCallback, experience: Any, folder: Path, monkeypatch: Any) -> list[str]:
-    """Everything that can be seen of a callback in a run of :data:`ITERATIONS`, in order.
+    """All visible effects of a callback in a run of :data:`ITERATIONS`, in order.
 
     Args:
-        callback: fresh.
+        callback: newly built.
         experience: of a real rollout, for callbacks that look at samples.
         folder: the run's, empty.
         monkeypatch: sets how full the device's memory is; figures are made and become empty files.
@@ -66,7 +66,7 @@ def behaviour(callback: RLHFCallback, experience: Any, folder: Path, monkeypatch
 
 
 def simulated_module(seen: list[str], experience: Any) -> Any:
-    """What callbacks may ask of a module: control, and what the engine, the groups and the noise are like."""
+    """The parts of a module that callbacks use: control, engine, parameter groups and noise."""
     control = Control()
     control.register("kl_coefficient", 0.1)
     control.register("max_new_tokens", 64, minimum=1, integer=True)
@@ -150,7 +150,7 @@ def simulate(callback: Any, trainer: Any, module: Any, experience: Any, iteratio
 
 
 def simulated_samples(iteration: int, size: float, draw: random.Random) -> ExperienceStats:
-    """The score rises for 20 iterations, is still with a still KL for 10, then lies a bit lower, and at last far."""
+    """The score rises for 20 iterations, stays constant with a constant KL for 10, then is slightly, then far lower."""
     lower = 0.0 if iteration <= 30 else 0.08 if iteration <= 45 else 0.9
     still = 20 < iteration <= 30
     return experience_stats(

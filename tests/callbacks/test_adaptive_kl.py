@@ -82,7 +82,7 @@ def test_pid_does_not_wind_up_in_200_saturated_iterations(pushed: float, bound: 
     assert betas[-1] == pytest.approx(0.07, rel=0.1) and kls[-1] == pytest.approx(TARGET, rel=0.1)
 
 
-def test_a_kl_on_its_way_up_from_0_lowers_nothing_for_good_and_one_that_stays_low_does() -> None:
+def test_a_kl_rising_from_0_is_not_integrated_and_one_that_stays_low_is() -> None:
     rising = AdaptiveKL(TARGET, kp=0.0, kd=0.0, smoothing=0.0)
     beta = 0.1
     for kl in (0.0, 0.01, 0.02, 0.03, 0.04):
@@ -108,7 +108,7 @@ def test_readings_that_are_no_number_change_nothing_and_negative_ones_lower_the_
     assert 0.01 <= controller.next_coefficient(0.1, -0.3, 64) < 0.1
 
 
-def test_the_seed_rule_doubles_once_per_reading_and_stays_in_its_bounds() -> None:
+def test_doubling_acts_once_per_reading_and_stays_in_its_bounds() -> None:
     """Smoothing 0.5 waits two iterations; the average starts anew, so one high reading acts once."""
     controller = AdaptiveKL(TARGET, mode="doubling", smoothing=0.5)
     betas, beta = [], 0.1

@@ -1,4 +1,4 @@
-"""AdvantageVanish: a batch without a signal is left out, although whitening would blow its noise up."""
+"""AdvantageVanish: a batch without a signal is left out, although whitening would scale its noise up."""
 
 from __future__ import annotations
 

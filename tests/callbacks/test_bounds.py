@@ -1,4 +1,4 @@
-"""Limits are limits: a number at it is allowed, the next larger one is not. All numbers are exact in binary."""
+"""Exact limits: a number at the limit is allowed, the next larger one is not. All numbers are exact in binary."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def epoch(**numbers: float) -> EpochStats:
 
 
 def ends_epochs(callback: Any, **numbers: float) -> bool:
-    """Whether a second epoch with these numbers is the last."""
+    """Whether a second epoch with these numbers becomes the last one."""
     given = module()
     with given.control.allow("skip_step", "rollback"):
         callback.on_ppo_epoch_end(NONE, given, epoch(epoch=1, **numbers))
@@ -112,7 +112,7 @@ def test_kl_guard_with_a_target() -> None:
 
 @pytest.mark.parametrize("rise", [0.0, 0.5, over(0.5)])
 def test_efficiency_stop(rise: float) -> None:
-    """A rise and a drift of at most 0.5 are none."""
+    """A rise of the score and a drift of the KL of at most 0.5 count as none."""
     for scores, kls in (((0.0, rise), (1.0, 1.0)), ((0.0, 0.0), (0.0, rise)), ((0.0, 0.0), (rise, 0.0))):
         callback, given = EfficiencyStop(window=1, min_improvement=0.5, kl_tolerance=0.5, relative=False), module()
         for score, kl in zip(scores, kls, strict=True):
@@ -193,7 +193,7 @@ def test_settings_out_of_bounds_are_refused(kind: Any, settings: dict[str, Any])
         kind(**settings)
 
 
-def test_the_least_settings_are_taken() -> None:
+def test_the_smallest_settings_are_accepted() -> None:
     assert KLEarlyStop(hard_limit=None, patience=1).patience == 1
     curriculum = LengthCurriculum(start=1, iterations=1, max_truncated=None)
     assert (curriculum.start, curriculum.least) == (1, 0)

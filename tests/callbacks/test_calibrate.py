@@ -1,4 +1,4 @@
-"""The probe: exact numbers, a run that goes on, runs that must end, and nothing disturbed."""
+"""The probe of Calibrate: exact numbers, runs that continue or must end, and no effect on the run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_numbers_worked_out_by_hand() -> None:
 
 
 def test_a_probe_without_a_token_measures_nothing_and_the_next_iteration_probes_again() -> None:
-    """It used to be called an engine without log-probabilities, with a correlation of 1."""
+    """It must not be reported as an engine without log-probabilities, nor with a correlation of 1."""
     probes = iter([([[False, False]], 0.0), ([[True, False]], 1e-4), ([[True, False]], 1.0)])
 
     def probe(prompts: object, *, max_new_tokens: int) -> tuple[SimpleNamespace, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Callbacks together: any policy, any order."""
+"""Callbacks together, with any policy and in any order."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_epoch_stats_are_weighted_by_tokens() -> None:
 
 @pytest.mark.parametrize("broken", [0, 1, 2])
 def test_a_minibatch_that_measured_nothing_hides_no_other_from_the_brakes(broken: int) -> None:
-    """A mean with NaN is NaN, and a maximum is NaN or not by the order: no limit is over either."""
+    """A mean with NaN is NaN, and a maximum may be, depending on the order: neither would exceed a limit."""
     three = [replace(minibatch_stats(), tokens=2.0, kl_old=0.3, kl_ref=0.5, clip_fraction=0.6, ratio_max=4.0)] * 3
     nothing = dict.fromkeys(("kl_old", "kl_ref", "clip_fraction", "ratio_max", "entropy"), math.nan)
     three[broken] = replace(three[broken], finite=False, **nothing)

@@ -1,4 +1,5 @@
-"""The configuration of callbacks: every key acts, groups hold what they say, each file works alone and with others."""
+"""The configuration of callbacks: every key has an effect, groups are as documented, each file works alone and with
+others."""
 
 from __future__ import annotations
 
@@ -75,7 +76,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "oom_guard.min_new_tokens": {"high": 0.2, "low": 0.1},
     **{f"efficiency_stop.{key}": {"window": 2} for key in CHANGES["efficiency_stop"]},
 }
-"""What else is set so that a key has something to do."""
+"""Further settings without which a key has no effect."""
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +108,7 @@ def test_every_key_changes_what_is_done(key: str, scored: Any, tmp_path: Path, m
 def test_the_simulated_run_is_the_same_each_time(
     name: str, scored: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that a difference is one of the settings."""
+    """So that a difference comes from the settings."""
     first, second = (tmp_path / "first", tmp_path / "second")
     seen = []
     for folder in (first, second):
@@ -118,7 +119,7 @@ def test_the_simulated_run_is_the_same_each_time(
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_the_files_values_are_the_classes_own(name: str) -> None:
-    """Alone, in Python or by a file, a callback is the same."""
+    """A callback is the same built in Python or from its file."""
     plain = type(make(block(name)))()
     assert json.dumps(vars(plain), default=repr) == json.dumps(vars(make(block(name))), default=repr)
 
@@ -146,7 +147,7 @@ def class_of(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_each_alone_and_beside_a_group(compose: Any, name: str) -> None:
+def test_each_file_works_alone_and_beside_a_group(compose: Any, name: str) -> None:
     assert set(schema.check(compose(f"callbacks={name}"))["callbacks"]) == {name}
     both = schema.check(compose(f"callbacks=[minimal,{name}]"))["callbacks"]
     assert set(both) == GROUPS["minimal"] | {name}
@@ -167,8 +168,8 @@ ACTING: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_all_of_them_in_one_run_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reverse: bool) -> None:
-    """Each does its part, whoever is asked before it."""
+def test_all_callbacks_in_one_run_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reverse: bool) -> None:
+    """Each callback acts, whichever ones are called before it."""
     assert set(ACTING) == set(CHANGES) | GROUPS["default"] - {"checkpoint"}
     monkeypatch.setattr(memory, "peak_memory_share", lambda device: 0.99)
     own = {name: make(block(name) | settings) for name, settings in ACTING.items()}

@@ -1,4 +1,4 @@
-"""KLGuard: a larger coefficient first, then the step skipped and the actor restored; tokens that run away."""
+"""KLGuard: a larger coefficient first, then the step skipped and the actor restored; the penalty of single tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ K3: dict[str, Any] = {"kl": {"estimator": "k3", "coefficient": 0.1}}
 
 
 def away_from_reference(amount: float = 0.05, **policy: Any) -> Policy:
-    """A policy whose actor is not the reference any more."""
+    """A policy whose actor differs from the reference."""
     built = tiny_policy(**policy)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What is logged of a knob for an iteration is what was applied in it, not what a callback has set for the next."""
+"""The logged value of a knob is the one applied in the iteration, not the one a callback has set for the next."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support import fit, tiny_module
 
 
 class Watch(RLHFCallback):
-    """Every knob while the update is under way, the actor's rate at a step, and what is logged afterwards."""
+    """Every knob during the update, the actor's learning rate at a step, and the values logged afterwards."""
 
     def __init__(self) -> None:
         self.applied: list[dict[str, float]] = []

@@ -1,4 +1,4 @@
-"""LRBackoff: epochs that keep breaking lower the learning rate, and calm iterations bring it back."""
+"""LRBackoff: broken iterations lower the learning rate, and unbroken ones raise it again."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ class Undoes(RLHFCallback):
             module.control.rollback("told to", to="actor")
 
 
-def test_an_update_that_the_next_iteration_undoes_was_broken_after_all() -> None:
-    """Every second iteration undoes the one before: without end, if the calm ones between them counted."""
+def test_an_update_that_the_next_iteration_undoes_counts_as_broken() -> None:
+    """Every second iteration undoes the one before: the rate would never fall if undone ones counted as unbroken."""
     log = DecisionLog()
     module = tiny_module(iterations=5)
     fit(module, [Undoes(2, 4), LRBackoff(patience=2, recovery=1.0)], logger=log)

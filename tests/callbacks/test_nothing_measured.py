@@ -1,4 +1,4 @@
-"""Nothing measured is not zero: after an iteration whose tokens were all rejected every controller waits."""
+"""Not measured is not zero: after an iteration whose tokens were all rejected no controller changes its state."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def knob_values(control: Control) -> dict[str, float]:
 
 @pytest.mark.parametrize("mode", ["pid", "doubling", "proportional"])
 def test_the_coefficient_does_not_fall_from_one_half(mode: Any) -> None:
-    """With 0 for nothing, pid without smoothing took it from 0.5 to 0.001."""
+    """If a missing KL were read as 0, pid without smoothing would take it from 0.5 to 0.001."""
     controller = AdaptiveKL(0.1, mode=mode, smoothing=0.0, minimum=0.001)
     beta = controller.next_coefficient(0.5, 0.1, 64)
     state = controller.state_dict()

@@ -1,5 +1,5 @@
-"""A brake that finds its measure in the run: it leaves a run alone that learns, whatever KL that takes, and acts on
-KL that grows while the score falls or stands still."""
+"""KLGuard with target null: it does not brake a run that learns, whatever its KL, and acts on a KL that grows while
+the score falls or stagnates."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Run:
         self.module: Any = SimpleNamespace(control=self.control, reference=object())
 
     def iterate(self, points: Iterable[tuple[float, float]], *, spread: float = 0.5, unit: float = 1.0) -> list[str]:
-        """Of each (score, kl/ref): what was decided."""
+        """The decisions for each (score, kl/ref)."""
         decided = []
         for score, kl in points:
             control, nothing = self.control, None
@@ -102,14 +102,14 @@ def test_without_a_fall_of_the_score_no_kl_undoes_anything() -> None:
     assert "rollback" not in run.iterate([(1.3, 50.0)])[0]
 
 
-def test_under_a_nat_per_response_a_fall_is_no_matter_of_kl() -> None:
+def test_below_one_nat_per_response_a_fall_does_not_brake() -> None:
     """Responses of 4 tokens: 0.25 nats per token are one nat per response; the soft limit is 1.5 times that."""
     run = Run()
     assert set(run.iterate(zip(ramp(1.0, 0.2, 20), [0.3] * 20, strict=True))) == {""}
     assert set(run.iterate(zip(ramp(0.2, 0.1, 20), [0.9] * 20, strict=True))) >= {"raise_kl_coefficient"}
 
 
-def test_harder_prompts_are_no_fall_for_good() -> None:
+def test_harder_prompts_do_not_count_as_a_fall_for_ever() -> None:
     """The score drops by a deviation and stays there; the KL was needed before, too. The best point is forgotten."""
     run = Run()
     run.iterate(LEARNT)
@@ -127,7 +127,7 @@ def test_one_update_that_goes_too_far_is_undone_whatever_the_score() -> None:
     assert "over 0.01 within one update in epoch 0, minibatch 1" in reason
 
 
-def test_kl_to_the_old_policy_that_was_there_before_the_first_step_is_not_the_updates() -> None:
+def test_kl_old_from_before_the_first_step_is_not_attributed_to_the_update() -> None:
     """As with noise on hidden states, or old log-probabilities of the engine."""
     run = Run(jump=0.3)
     with run.control.allow("skip_step", "rollback"):
@@ -141,7 +141,7 @@ def test_kl_to_the_old_policy_that_was_there_before_the_first_step_is_not_the_up
             assert run.control.wants("rollback") is braked
 
 
-def test_it_needs_no_reference_where_its_target_is_found_in_the_run() -> None:
+def test_with_target_null_no_reference_is_needed() -> None:
     module = tiny_module(policy=tiny_policy(reference="none"), iterations=1, **FAST)
     fit(module, [KLGuard(jump=0.01)])
     assert module.control.counts["rollbacks"] == 1

@@ -1,4 +1,4 @@
-"""Two processes: the condition of one rank is one decision of both, and nobody waits for the other."""
+"""Two processes: a condition on one rank is one decision of both, and no rank hangs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EXPECTED = {
     "LengthCurriculum": {"lengthen_responses"},
     "EfficiencyStop": {"stop_training"},
 }
-"""The verbs that each scenario must have brought about."""
+"""The verbs that each scenario must cause."""
 
 
 @pytest.mark.parametrize("name", EXPECTED)

@@ -1,6 +1,6 @@
-"""What each of two processes runs for ``test_two_ranks.py``.
+"""The scenarios that each of two processes runs for ``test_two_ranks.py``.
 
-Both train one model under DDP. What is made to happen happens on one of them; every decision rests on reduced numbers.
+Both train one model under DDP. Each condition is caused on one rank; every decision uses reduced numbers.
 """
 
 from __future__ import annotations

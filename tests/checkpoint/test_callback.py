@@ -1,4 +1,4 @@
-"""Checkpoints: counted in iterations, whole or absent, plain, and resumed bit for bit."""
+"""Checkpoints: counted in iterations, complete or absent, plain data, and resumed bit for bit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from lightning_rlhf.checkpoint.random_state import _restore_rng, _rng_state
 from tests.ranks import run_ranks
 
 UPDATES = [8, 5, 8, 3, 8, 2, 8, 1, 6, 4]
-"""Optimiser steps of each iteration, as early breaks of PPO epochs leave them."""
+"""Optimiser steps of each iteration, as in a run whose PPO epochs end early."""
 
 
 class Tiny(LightningModule):
@@ -173,7 +173,7 @@ def test_counts_iterations_whatever_the_number_of_updates(tmp_path: Path) -> Non
 
 
 def test_lightnings_own_trigger_misses_iterations(tmp_path: Path) -> None:
-    """Why this callback exists: 10 divides the step count only where it happens to."""
+    """Why this callback exists: 10 divides the step count at the end of an iteration only by chance."""
     fit(ModelCheckpoint(tmp_path, every_n_train_steps=10, save_top_k=-1), batches=6)
     assert names(tmp_path) == []
 

@@ -1,4 +1,4 @@
-"""The order of an iteration: update, metrics, evaluation if one is due, checkpoint; and what a cut run leaves."""
+"""The order of an iteration: update, metrics, evaluation if due, checkpoint; and the checkpoint of an aborted run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCORES = [0.156, 0.417, 0.0, 0.0]
 
 
 class Scored(PPOModule):
-    """Says which score its evaluation after each iteration has, and notes when it evaluates."""
+    """Has a given evaluation score after each iteration, and records when it evaluates."""
 
     def __init__(self, *args: Any, **blocks: Any) -> None:
         super().__init__(*args, **blocks)
@@ -38,7 +38,7 @@ class Scored(PPOModule):
 
 
 class Steps(DummyLogger):
-    """Keeps under which steps what was logged."""
+    """Records the step of every logged metric."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def test_the_best_checkpoint_holds_the_weights_that_were_evaluated(tmp_path: Pat
     assert not [w for w in recwarn if "is not logged" in str(w.message)]
 
 
-def test_a_value_of_an_earlier_iteration_rates_nothing(tmp_path: Path) -> None:
+def test_a_value_of_an_earlier_iteration_does_not_count(tmp_path: Path) -> None:
     """Evaluated after 2 and 4 only: iteration 3 has no value, although the last one is still among the metrics."""
     module, checkpoint, trainer = run(tmp_path, evaluate_every=2, keep=None)
     assert module.evaluated == [2, 4]
@@ -155,7 +155,7 @@ def test_a_stop_is_evaluated_before_it_is_saved(tmp_path: Path) -> None:
 
 
 def test_one_callback_serves_one_fit_after_another(tmp_path: Path) -> None:
-    """The same module goes on counting; another one begins, and what the first one left is set aside."""
+    """The same module continues the count; another one starts at 0, and the first one's checkpoints are set aside."""
     module, callback = tiny_module(iterations=2), IterationCheckpoint(tmp_path, 1, keep=None)
     fit(module, [callback], folder=tmp_path, enable_checkpointing=True)
     fit(module, [callback], folder=tmp_path, enable_checkpointing=True)
@@ -255,7 +255,7 @@ def uncut(tmp_path_factory: pytest.TempPathFactory) -> ActorCriticModule:
 def test_an_error_before_the_update_leaves_the_iteration_before(
     tmp_path: Path, uncut: ActorCriticModule, place: str
 ) -> None:
-    """Nothing of the weights has changed: the end of iteration 3 is written, and a run from it is bit-equal."""
+    """The weights have not changed yet: the end of iteration 3 is saved, and a run resumed from it is bit-equal."""
     evaluation = {"limit_val_batches": 1.0, "val_check_interval": 3, "check_val_every_n_epoch": None}
     options = evaluation if place == "evaluation" else {}
     reward = Counted(4) if place == "reward" else even_digits

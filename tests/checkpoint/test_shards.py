@@ -1,4 +1,4 @@
-"""A checkpoint in a folder of shards: whole or not, removed and set aside, never unpickled unsafely."""
+"""A checkpoint in a folder of shards: verified, removed and set aside, never unpickled unsafely."""
 
 from __future__ import annotations
 

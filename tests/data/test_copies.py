@@ -1,4 +1,4 @@
-"""Rows that repeat a prompt: each gets samples of its own, the same wherever and with whomever it is drawn."""
+"""Rows that repeat a prompt: each gets its own samples, the same in any batch, order and number of ranks."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_held_out_prompts_are_asked_once_and_copies_stay_together():
 
 
 @pytest.mark.parametrize("copies", [None, [], [0, 1, 0]])
-def test_a_batch_of_ones_own_may_leave_copies_out(copies):
+def test_a_users_own_batch_may_omit_copies(copies):
     fields = [[[1], [1], [2]], ["a", "a", "b"], ["k", "k", "l"], [{}] * 3, [0] * 3]
     batch = PromptBatch(*fields, *([] if copies is None else [copies]))
     assert batch.copies == (copies or [0, 0, 0])

@@ -227,7 +227,7 @@ def test_a_template_that_writes_the_date_moves_no_prompt_between_training_and_he
     assert [batch.keys for batch in batches(first)] == [batch.keys for batch in batches(second)]
 
 
-def test_what_does_not_fit_moves_no_prompt_either(tokenizer):
+def test_too_long_prompts_move_no_other_prompt_between_the_sets(tokenizer):
     whole = chat_module(tokenizer, today="9 May")
     longest = max(len(prompt.ids) for prompt in whole.train_prompts)
     short = chat_module(tokenizer, today="9 May", max_prompt_tokens=longest - 1)

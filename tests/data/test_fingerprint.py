@@ -21,7 +21,7 @@ def resumed(module: PromptDataModule, state: dict, *, accept: bool = False) -> P
 
 @pytest.fixture
 def state(tokenizer):  # noqa: F811
-    """Of a run over six prompts in batches of four, after two of five batches."""
+    """State of a run over six prompts in batches of four, after two of five batches."""
     module = data(tokenizer, ROWS)
     module.setup("fit")
     return module.state_dict() | {"consumed": 2}
@@ -53,7 +53,7 @@ def test_accepted_data_begins_with_its_first_batch_and_goes_on_so(tokenizer, sta
 
 
 def test_another_batch_size_goes_on_at_the_same_prompt(tokenizer, state):  # noqa: F811
-    """Two batches of four are behind us; the next two of three are the prompts 8 to 13 of the stream."""
+    """After two batches of four, the next two batches of three are the prompts 8 to 13 of the stream."""
     one_by_one = data(tokenizer, ROWS, prompts_per_iteration=1, iterations=14)
     single = [text for batch in batches(one_by_one) for text in batch.texts]
     module = resumed(data(tokenizer, ROWS, prompts_per_iteration=3, iterations=4), state)

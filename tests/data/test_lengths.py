@@ -56,8 +56,8 @@ def test_a_response_as_long_as_everything_leaves_no_room_for_any_prompt():
         check_room(data([1]), 128, 128, "x")
 
 
-def test_a_limit_that_an_engine_knows_once_it_is_set_up_is_minded_before_the_first_rollout():
-    """As with servers, which say how long a sequence may be when they are met."""
+def test_an_engines_limit_known_after_setup_is_checked_before_the_first_rollout():
+    """As with vLLM servers, which report their longest sequence when the run connects to them."""
     module, recorder = tiny_module(iterations=1, max_new_tokens=6), Recorder()
     module.engine.positions = 10
     with pytest.raises(DataError, match=r"data\.train: .* 10 tokens \(the longest sequence of the engine\): Arith"):

@@ -1,4 +1,4 @@
-"""Prompts: one BOS, the chat template once, long prompts dropped and not cut, faulty rows named."""
+"""Prompts: one BOS, the chat template once, long prompts dropped and not truncated, faulty rows named."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_long_prompts_are_dropped_and_counted_never_cut():
 
 
 def test_of_a_prompt_of_10_mb_only_a_beginning_is_tokenised(monkeypatch):
-    """It took a minute with a tokenizer of characters, to be dropped."""
+    """Tokenising it whole takes a minute with a character-level tokenizer, only to drop it."""
     tokenizer = toy_tokenizer()
     encoder = PromptEncoder(tokenizer, max_tokens=512)
     seen: list[int] = []

@@ -20,7 +20,7 @@ VALIDATION = [
 
 
 class Recorder(LightningModule):
-    """Takes two optimiser steps a batch, as manual optimisation may, and writes down what it was given."""
+    """Takes two optimiser steps per batch, as manual optimisation may, and records its batches."""
 
     def __init__(self):
         super().__init__()

@@ -248,7 +248,7 @@ def test_open_source_takes_paths_lists_of_paths_rows_and_config_nodes(tmp_path, 
         ({"path": "x"}, "is not a data source"),
     ],
 )
-def test_what_is_no_source_is_refused(value, message):
+def test_invalid_sources_are_refused(value, message):
     with pytest.raises(DataError, match=message):
         open_source(value)
 

@@ -1,4 +1,4 @@
-"""Several loggers at once, and those beside MLflow: hyper-parameters, one step axis, and a run that goes on."""
+"""Several loggers at once, and those beside MLflow: hyper-parameters, one step axis, and resumed runs."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_csv_logger_that_goes_on_keeps_its_rows_and_warns_of_no_loss(tmp_path:
 
 
 def test_a_csv_file_is_never_without_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed while the file is written anew, when a run goes on or a column is new: what was written is there."""
+    """Killed while the file is rewritten, at a resume or for a new column: the old rows are still there."""
 
     def logger() -> RunCSVLogger:
         return RunCSVLogger(str(tmp_path), name="metrics", version="")
@@ -149,7 +149,7 @@ def test_two_loggers_by_name(compose: Any, tmp_path: Path, fresh_store: Path) ->
 
 
 def test_a_block_without_a_name_is_one_logger() -> None:
-    """As configurations of before, and checkpoints with them, have it."""
+    """The form in configurations and checkpoints of earlier releases."""
     block = {"_target_": "lightning_rlhf.reporting.RLMLFlowLogger", "run_dir": "r"}
     assert blocks_of(block) == {"mlflow": block}
     assert tracked(block, resume_from="x") == {"mlflow": block | {"resume_from": "x"}}
@@ -157,7 +157,7 @@ def test_a_block_without_a_name_is_one_logger() -> None:
     assert blocks_of(None) == blocks_of({"mlflow": None}) == {}
 
 
-def test_each_is_told_what_it_has_a_method_for(tmp_path: Path, fresh_store: Path) -> None:
+def test_each_logger_gets_what_it_has_a_method_for(tmp_path: Path, fresh_store: Path) -> None:
     class Mine:
         def log_samples(self, rows: list, iteration: int) -> str:
             return f"{len(rows)} in {iteration}"
@@ -173,7 +173,7 @@ def test_wandb_names_the_package_to_install(compose: Any) -> None:
         make_trainer(schema.check(compose("logger=wandb")))
 
 
-def test_a_logger_that_is_no_block(compose: Any) -> None:
+def test_a_logger_that_is_not_a_block_is_refused(compose: Any) -> None:
     with pytest.raises(schema.ConfigError, match=r"logger\.csv"):
         schema.check(compose("logger=csv", "~logger.csv._target_"))
     assert RLMLFlowLogger.__name__ in str(compose("logger=mlflow").logger.mlflow._target_)

@@ -181,7 +181,7 @@ def test_an_outage_delays_and_loses_nothing(
     assert "connection refused" in warnings[0] and "nothing is lost" in warnings[0] and "is back" in warnings[1]
 
 
-def test_it_is_sent_without_another_call(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_are_sent_without_another_call(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     logger = make(retry_seconds=0.01)
     outage = Outage(logger, monkeypatch)
     outage.on = True
@@ -295,8 +295,8 @@ def test_a_half_written_last_line_is_dropped(make: Make, tmp_path: Path, monkeyp
     assert history(second, "reward/mean") == [(1, 1.0), (2, 2.0)]
 
 
-def test_what_was_recorded_of_iterations_that_are_done_again_is_void(make: Make, tmp_path: Path) -> None:
-    """0.61 was logged for iteration 4 by a start that went astray; 0.535, of the one that counts, stays."""
+def test_old_values_of_repeated_iterations_are_deleted(make: Make, tmp_path: Path) -> None:
+    """0.61 was logged for iteration 4 by an abandoned start and is deleted; 0.535, of the resumed run, stays."""
     first = make()
     for step, value in ((1, 0.1), (2, 0.2), (3, 0.6), (4, 0.61)):
         first.log_metrics({"reward/mean": value, "my/late": value} if step > 2 else {"reward/mean": value}, step=step)
@@ -366,7 +366,7 @@ def test_a_folder_that_is_moved_takes_its_store_with_it(tmp_path: Path, fresh_st
 
 
 def test_a_run_that_is_lost_goes_on_in_a_new_one(make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Of a folder that was moved without its store, and of a run that was deleted."""
+    """A run whose folder was moved without its store, and a run that was deleted."""
     first = make()
     first.log_metrics({"reward/mean": 1.0}, step=1)
     assert first.flush(30) and first.run_id is not None
@@ -552,7 +552,7 @@ DATA: Any = DataLoader(torch.zeros(4))
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_through_the_trainer(make: Make) -> None:
+def test_a_run_through_the_lightning_trainer(make: Make) -> None:
     logger = make()
     lightning_trainer, module = trainer(logger), Counting()
     lightning_trainer.validate(module, DATA, verbose=False)
@@ -582,7 +582,7 @@ def test_a_failed_run_says_why_and_a_resumed_one_runs_again(make: Make, tmp_path
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_an_interrupted_run_is_killed(make: Make) -> None:
+def test_an_interrupted_run_has_status_killed(make: Make) -> None:
     logger = make()
     before = signal.getsignal(signal.SIGINT)
     try:
@@ -761,7 +761,7 @@ def test_two_processes_create_one_fresh_store(tmp_path: Path) -> None:
 
 
 class Server:
-    """A tracking server of its own in a process group of its own, so that it can be killed and started again."""
+    """A tracking server in its own process group, so that it can be killed and started again."""
 
     def __init__(self, folder: Path) -> None:
         with socket.socket() as free:

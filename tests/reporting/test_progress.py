@@ -48,7 +48,7 @@ def test_without_a_terminal_there_is_a_plain_line_every_few_iterations(run, caps
 
 
 def test_in_a_terminal_one_line_of_its_width_is_drawn_again(run, tmp_path, monkeypatch):
-    """A real pseudo-terminal of 80 columns stands in place of the output."""
+    """The output is a real pseudo-terminal of 80 columns."""
     monkeypatch.setenv("COLUMNS", "80")
     reader, writer = os.openpty()
     received: list[bytes] = []
@@ -96,7 +96,7 @@ def test_a_terminal_gets_plain_lines_where_the_drawn_one_is_switched_off(compose
     os.close(reader)
 
 
-def test_nothing_is_said_where_none_is_asked_for(run, capsys):
+def test_no_lines_with_an_interval_of_null(run, capsys):
     assert run("progress_every=null", "iterations=1") == 0
     assert "iteration 1/" not in capsys.readouterr().out
 

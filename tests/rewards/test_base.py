@@ -108,7 +108,7 @@ def test_an_exception_that_no_row_raises_alone_names_the_batch():
         evaluate("mine", mine, batch("a", "b"))
 
 
-def test_running_out_of_memory_stays_what_it_is():
+def test_an_out_of_memory_error_is_passed_on_unchanged():
     def mine(batch: RewardBatch) -> list[float]:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -125,7 +125,7 @@ def test_an_async_function_is_refused_with_the_way_out(recwarn):
     assert not recwarn.list  # no coroutine that was never awaited
 
 
-def test_what_is_left_out_of_a_batch_is_taken_from_the_rest_and_goes_with_its_row():
+def test_omitted_fields_of_a_batch_get_defaults_and_follow_their_row():
     rows = batch("a", "b")
     assert rows.plain_responses == ["a", "b"]
     assert rows.keys == [prompt_key("prompt 0"), prompt_key("prompt 1")]

@@ -81,7 +81,7 @@ def test_a_weighted_sum_at_the_edge_of_float32_is_kept():
         ({"a": {"reward": 0.5}}, r"reward\.terms\.a\.reward = 0\.5 cannot be called .* `_partial_: true`"),
     ],
 )
-def test_what_is_no_term_is_refused(terms, message):
+def test_invalid_terms_are_refused(terms, message):
     with pytest.raises(RewardError, match=message):
         CompositeReward(terms)
 

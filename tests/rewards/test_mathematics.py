@@ -1,4 +1,4 @@
-"""Mathematical equality: what counts as equal, what cannot be read, and what is stopped, in any thread or process."""
+"""Mathematical equality: equal expressions, unreadable ones, and endless ones, in any thread or process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def score(reward: MathExpression, response: str, answer: str = "46") -> float:
 
 @pytest.fixture
 def math() -> MathExpression:
-    """With a limit that a busy machine does not reach."""
+    """With a time limit that even a busy machine does not reach."""
     pytest.importorskip("math_verify")
     return MathExpression(timeout=60)
 

@@ -15,7 +15,7 @@ from lightning_rlhf.runs.folder import claim, locked, note_start, quoted, refuse
 from lightning_rlhf.schema import InputError
 
 
-def test_eight_that_claim_the_same_name_get_eight_folders(tmp_path: Path) -> None:
+def test_eight_processes_that_claim_one_name_get_eight_folders(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(claim, [tmp_path / "outputs" / "12-00-00"] * 8))
     assert sorted(path.name for path in found) == ["12-00-00", *(f"12-00-00-{i}" for i in range(2, 9))]

@@ -1,4 +1,4 @@
-"""What is printed of how to go on, and a run whose checkpoints lie outside of its folder."""
+"""The printed command to resume, and a run whose checkpoints are outside of its folder."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def checkpoint(folder: Path, iteration: int) -> Path:
     return path
 
 
-def test_what_was_typed_beside_resume_is_in_the_command_until_a_checkpoint_knows_it(tmp_path: Path) -> None:
+def test_overrides_beside_resume_are_in_the_printed_command_until_a_checkpoint_has_them(tmp_path: Path) -> None:
     resumed = checkpoint(tmp_path / "run" / "checkpoints", 4)
     config = {"output_dir": str(tmp_path / "run"), "callbacks": None, "resume": str(resumed)}
     typed = [f"resume={tmp_path}/run", "branch=false", "resume_on_other_data=true", "model.x=[1, 2]"]
@@ -71,8 +71,8 @@ def test_what_was_typed_beside_resume_is_in_the_command_until_a_checkpoint_knows
     assert how_to_go_on(branch)[-1] == f"to go on: lightning-rlhf train resume={resumed} resume_on_other_data=true"
 
 
-def test_a_run_is_found_whose_checkpoints_lie_elsewhere(project: Path, capsys: pytest.CaptureFixture) -> None:
-    """It was not: "holds no whole checkpoint"; and by its checkpoint it was no run, but a branch of none."""
+def test_a_run_with_checkpoints_outside_of_its_folder_is_found(project: Path, capsys: pytest.CaptureFixture) -> None:
+    """By its folder, and by its checkpoint: the same run, and not a branch."""
     kept = project / "large disk" / "of run"
     place = f"callbacks.checkpoint.dirpath={kept}"
     assert cli.main(["train", *TINY, "iterations=1", "hydra.run.dir=run", place]) == 0

@@ -28,7 +28,7 @@ def own() -> Composition:
 
 @pytest.fixture(scope="module")
 def saved(own: Composition) -> dict[str, Any]:
-    """As a run has left it whose kit had another default for ``module.loss.clip_low``."""
+    """The configuration of a run whose release had another default for ``module.loss.clip_low``."""
     config = resolved(compose(own, "/runs/1"))
     config["module"]["loss"]["clip_low"] = 0.77
     return config
@@ -68,7 +68,7 @@ def test_an_option_of_a_group_brings_its_values_and_takes_those_of_the_former(sa
 
 
 def test_a_block_of_another_class_is_the_new_one_as_a_whole() -> None:
-    """Here the record of the run knows nothing of the class that the run had."""
+    """The run's record does not contain the class that the run had."""
     saved = {"trainer": {"devices": 2, "strategy": {"_target_": "a.Sharded", "cpu_offload": True, "timeout": 50}}}
     before = {"trainer": {"devices": 1, "strategy": "auto"}}
     after = {"trainer": {"devices": 1, "strategy": {"_target_": "a.Replicated", "timeout": 1800}}}
@@ -78,7 +78,7 @@ def test_a_block_of_another_class_is_the_new_one_as_a_whole() -> None:
 
 
 def test_a_key_of_the_run_that_its_record_does_not_explain(saved: dict) -> None:
-    """A checkpoint that lies alone: nobody knows what was typed."""
+    """A checkpoint outside of a run's folder: its overrides are unknown."""
     config, _ = recomposed(saved, Composition(), Composition(("callbacks.mine.a=4", "data.train.path=q.jsonl")))
     assert config["callbacks"]["mine"] == {"_target_": "builtins.dict", "a": 4}
     assert config["data"]["train"]["path"] == "q.jsonl"
@@ -92,18 +92,18 @@ def test_a_key_that_the_run_does_not_have(saved: dict, own: Composition, key: st
         recomposed(saved, own, Composition((f"{key}=4",)))
 
 
-def test_each_key_is_typed_once() -> None:
+def test_merged_overrides_have_each_key_once() -> None:
     assert merged(["a=1", "+b.c=2"], ["b.c=3", "a=4"]) == ["++b.c=3", "a=4"]
     assert merged(["+b.c=2", "d=1"], ["~b.c"]) == ["d=1"]
     assert merged(["+b.c=2"], ["+b.c=2"]) == ["++b.c=2"], "the whole command again, with resume behind it"
 
 
-def test_what_a_command_says(tmp_path: Path) -> None:
+def test_composition_of_a_command(tmp_path: Path) -> None:
     words = ["--config-dir", str(tmp_path), "a=1", "hydra.run.dir=x", "~b", "-cn=mine", "+c.d='x=y'"]
     assert Composition.of_command(words) == Composition(("a=1", "~b", "+c.d='x=y'"), str(tmp_path), "mine")
 
 
-def test_configs_of_a_folder(tmp_path: Path) -> None:
+def test_composition_with_configs_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "reward").mkdir()
     (tmp_path / "reward" / "mine.yaml").write_text("_target_: builtins.len\n", encoding="utf-8")
     composed = resolved(compose(Composition(("reward=mine",), str(tmp_path)), "/runs/1"))
@@ -126,5 +126,5 @@ def test_configs_of_a_folder(tmp_path: Path) -> None:
         ("seed", False),
     ],
 )
-def test_what_leaves_a_run_the_same_run(key: str, same: bool) -> None:
+def test_keys_that_leave_a_run_the_same_run(key: str, same: bool) -> None:
     assert keeps_numbers(key) is same

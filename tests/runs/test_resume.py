@@ -58,7 +58,7 @@ def run(folder: Path, *, kind: str = "separate", dies: int = 0, resume: Path | N
 
 
 def state(module: ActorCriticModule) -> dict[str, torch.Tensor]:
-    """Everything a resumed run must have alike: weights, moments, controllers, clocks."""
+    """All state that must be equal in a resumed run: weights, moments, controllers, clocks."""
     optimizer = module.optimizers().optimizer
     moments = {
         f"moment.{i}.{key}": value

@@ -134,7 +134,7 @@ def runs_in(project: Path) -> int:
 
 
 @pytest.mark.slow
-def test_a_small_run_that_is_killed_in_an_iteration(project: Path) -> None:
+def test_a_run_killed_in_an_iteration_is_resumed(project: Path) -> None:
     assert train(*TINY, "hydra.run.dir=whole") == 0
     assert command(*TINY, *ended("kill")).returncode == -signal.SIGKILL
     [run] = project.glob("outputs/*/*")
@@ -153,7 +153,7 @@ def test_a_small_run_that_is_killed_in_an_iteration(project: Path) -> None:
 
 
 def test_another_model_goes_on_after_an_error(project: Path, capsys: pytest.CaptureFixture) -> None:
-    """Shared critic, deeper, another estimator of the KL: nothing of it is typed again."""
+    """Shared critic, more layers, another KL estimator: none of these overrides is given again."""
     other = [
         "model.source.layers=2",
         "model.policy.critic=shared",
@@ -172,7 +172,7 @@ def test_another_model_goes_on_after_an_error(project: Path, capsys: pytest.Capt
 
 
 @pytest.mark.slow
-def test_two_processes(project: Path) -> None:
+def test_a_run_of_two_processes_is_resumed(project: Path) -> None:
     two = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
     whole = command(*TINY, *two, "hydra.run.dir=whole")
     assert whole.returncode == 0, whole.stderr
@@ -185,7 +185,7 @@ def test_two_processes(project: Path) -> None:
 
 
 def test_a_job_of_a_sweep_and_the_others_of_it(project: Path, capsys: pytest.CaptureFixture) -> None:
-    """The second of three jobs fails, the third cannot work: the first is done, and the end says all of that."""
+    """The second of three jobs fails, the third is invalid, the first is done; the last lines report all three."""
     assert train(*TINY, "seed=2", "hydra.run.dir=whole") == 0
     sweep = [*TINY, *ended("raise", seed=2), "hydra.sweep.dir=sweep", "seed=1,2,-1", "--multirun"]
     assert train(*sweep) == 2
@@ -203,8 +203,8 @@ def test_a_job_of_a_sweep_and_the_others_of_it(project: Path, capsys: pytest.Cap
     assert_same_record(project / "sweep" / "1", project / "whole")
 
 
-def test_a_project_that_is_moved(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From another folder, too: the run's own data file is found."""
+def test_a_project_that_was_moved_is_resumed(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also from another working directory: the run's own data file is found."""
     assert train(*TINY, "hydra.run.dir=whole") == 0
     with pytest.raises(RuntimeError, match="the power is cut"):
         train(*TINY, f"data.train.path={project}/prompts.jsonl", *ended("raise"), "hydra.run.dir=runs/a")
@@ -222,7 +222,7 @@ def test_a_project_that_is_moved(project: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def record_of_moved(folder: Path, project: Path) -> dict[str, list[tuple[int, float]]]:
-    """The record of a run that was not started since."""
+    """The record of a moved run that has not been started since."""
     file = folder / "tracking" / "run.json"
     run = json.loads(file.read_text())
     run["tracking_uri"] = f"sqlite:///{project}/mlflow/mlflow.db"
@@ -272,7 +272,7 @@ def test_other_settings_are_a_branch_and_more_iterations_are_not(project: Path, 
     assert last(project / "run")["lightning_rlhf"]["run_config"]["module"]["critic"]["lr"] == 0.007
 
 
-def test_from_python(project: Path) -> None:
+def test_resume_from_python(project: Path) -> None:
     """``train(config)`` with ``resume``: what differs from the shipped defaults counts as typed."""
     import hydra
 
@@ -290,7 +290,7 @@ def test_from_python(project: Path) -> None:
 def test_a_checkpoint_of_an_earlier_release_says_what_it_lacks_and_goes_on(
     project: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """It knows neither the keys of today nor which data it was trained on, and callbacks have kept less."""
+    """It lacks today's keys, the record of its data, and some state of callbacks."""
     words = [*TINY, "logger=none", "callbacks=stability", "callbacks.checkpoint.keep=null", "iterations=2"]
     assert train(*words, "hydra.run.dir=run") == 0
     file = latest_valid(project / "run" / "checkpoints")
@@ -334,10 +334,10 @@ def test_other_data_is_refused_and_accepted_where_asked(project: Path, capsys: p
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
-def test_what_was_typed_at_a_start_that_left_nothing_is_typed_again(
+def test_overrides_of_a_start_without_checkpoint_can_be_repeated(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A start that dies before its first checkpoint has changed nothing: the same words mean the same again."""
+    """A start that dies before its first checkpoint changes nothing: the same command has the same effect again."""
     assert train(*TINY, "iterations=2", "hydra.run.dir=run") == 0
     again = ["resume=run", "iterations=3", "callbacks=stability", "branch=false"]
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="the power is cut"):
@@ -377,7 +377,7 @@ def test_a_refused_resume_leaves_the_record_of_the_run(project: Path, capsys: py
 def test_relative_paths_are_those_of_the_folder_where_the_run_was_started(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """Also where a file of the same name lies in the folder of the present command, and for bare file names."""
+    """Also if the present working directory has a file of the same name, and for bare file names."""
     held_out = "".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(50, 54))
     (project / "held.jsonl").write_text(held_out, encoding="utf-8")
     whole = [*TINY, "data.validation=held.jsonl", "logger=none", "iterations=2"]
@@ -393,7 +393,7 @@ def test_relative_paths_are_those_of_the_folder_where_the_run_was_started(
     assert "other rows, though as many (40)" in capsys.readouterr().err
 
 
-def test_folders_that_are_taken(project: Path, capsys: pytest.CaptureFixture) -> None:
+def test_folders_with_another_run_are_refused(project: Path, capsys: pytest.CaptureFixture) -> None:
     tiny = [*TINY, "logger=none", "iterations=1"]
     assert train(*tiny, "hydra.run.dir=run") == 0
     assert train(*tiny, "hydra.run.dir=run") == 2
@@ -409,7 +409,7 @@ def test_folders_that_are_taken(project: Path, capsys: pytest.CaptureFixture) ->
 
 @pytest.mark.slow
 def test_two_commands_of_the_same_second(project: Path) -> None:
-    """Both name their folder by the same clock; each has its own checkpoints afterwards."""
+    """Both folders are named by the same second; each command has its own checkpoints afterwards."""
     line = [sys.executable, "-c", SAME_SECOND, "train", *TINY, "iterations=1", "logger=none"]
     both = [subprocess.Popen([*line, f"seed={seed}"], env=os.environ, cwd=project) for seed in (1, 2)]
     assert [process.wait(300) for process in both] == [0, 0]
@@ -433,7 +433,7 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
-def test_a_record_of_each_start(project: Path) -> None:
+def test_each_start_is_recorded(project: Path) -> None:
     assert train(*TINY, "logger=none", "iterations=1", "hydra.run.dir=run") == 0
     assert train("resume=run", "iterations=2") == 0
     first, second = (json.loads(line) for line in (project / "run" / "starts.jsonl").read_text().splitlines())

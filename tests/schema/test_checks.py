@@ -192,7 +192,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("overrides", "key", "words"), BAD.values(), ids=BAD.keys())
-def test_bad_value(compose, overrides, key, words):
+def test_a_bad_value_is_one_problem_with_its_key(compose, overrides, key, words):
     found = problems(compose, *overrides)
     assert key in found, found
     assert words in found[key]
@@ -352,7 +352,7 @@ def test_a_key_is_printed_once_in_front_of_what_a_constructor_says(text, block, 
 
 @pytest.mark.parametrize("engine", ["HFEngine", "VLLMEngine", "VLLMServerEngine"])
 def test_the_source_tells_the_arguments_of_an_engine_and_of_its_base(engine: str) -> None:
-    """Without an import, as the first check of a command reads them: the same as those of the class."""
+    """Arguments read from the source without an import, as in a command's first check, equal those of the class."""
     path = f"lightning_rlhf.rollout.{engine}"
     found, parameters = declared(path), parameters_of(locate(path))
     assert found is not None and set(found.names) == set(parameters)
@@ -361,7 +361,7 @@ def test_the_source_tells_the_arguments_of_an_engine_and_of_its_base(engine: str
 
 
 def test_a_problem_is_named_by_the_key_that_was_typed(compose) -> None:
-    """``model.lr.actor`` feeds ``module.actor.lr``, which checks it and would be all that is named."""
+    """``model.lr.actor`` feeds ``module.actor.lr``, which checks the value; both keys are named."""
     with pytest.raises(ConfigError) as caught:
         check(compose("model.lr.actor=-1", "module.critic.lr=-2"))
     first, second = caught.value.problems

@@ -1,4 +1,4 @@
-"""A key that nothing reads is a bug: changing any key of the shipped configuration changes something that can be seen.
+"""A key that nothing reads is a bug: changing any key of the shipped configuration has a visible effect.
 
 ``CHANGES`` names, for every leaf key, another value (and what must be set beside it). Keys of callbacks are
 seen in a simulated run, those of logger and trainer in the object that is built, all others in a real run of two
@@ -211,16 +211,16 @@ BUILT: dict[str, Change | str] = {
 
 SEEN_OTHERWISE = {
     *("output_dir", "run_name", "warmup.cache_dir", "trainer.deterministic"),
-    *("resume", "branch"),  # test_resume_command.py: a run that goes on, a branch of it
+    *("resume", "branch"),  # runs/test_resume_command.py: a resumed run, a branch of it
     *("progress_every", "trainer.enable_progress_bar"),  # reporting/test_progress.py
     "resume_on_other_data",  # data/test_fingerprint.py: other data is refused without it
     "rollout.max_staleness",  # rollout/test_ahead.py: a stale rollout is drawn again
     "model.policy.npu_fused",  # accelerators/test_npu_fused.py: layers are exchanged
     "trainer.accelerator",  # test_cli.py: an unknown one is refused
     "unsupported_precision",  # test_precision.py: what happens without the arithmetic
-    "trainer.devices",  # test_schema.py: anything but one is refused
+    "trainer.devices",  # schema/test_checks.py: invalid values are refused
 }
-"""Keys with a test of their own, here or where the comment says."""
+"""Keys with their own test, here or in the file that the comment names."""
 
 
 def leaves(compose) -> list[str]:
@@ -256,7 +256,7 @@ _SEEN: dict[tuple[str, ...], str] = {}
 
 
 def observe(compose, tmp_path_factory, changes: list[str]) -> str:
-    """Everything that can be seen of a run, as one text; runs with the same changes are run once."""
+    """All visible effects of a run, as one text; runs with the same changes are run once."""
     if tuple(changes) not in _SEEN:
         folder = tmp_path_factory.mktemp("run")
         config = schema.check(compose(*BASE, f"warmup.cache_dir={folder}", *changes))
@@ -308,7 +308,7 @@ SIMULATED = [key for key in BUILT if key.startswith("callbacks.") and "checkpoin
 BESIDE = {
     "callbacks.kl_early_stop.patience": ["callbacks.kl_early_stop.target=0.001"],
 }
-"""What else is set so that a key has something to do in a simulated run."""
+"""Further settings without which a key has no effect in a simulated run."""
 
 
 @pytest.fixture(scope="module")
@@ -361,7 +361,7 @@ def visible(thing: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 @functools.cache
 def names_read() -> frozenset[str]:
-    """Attributes of ``self`` that the package's checkpoints and loggers read, other than where they are built."""
+    """Attributes of ``self`` that checkpoints and loggers of the package read outside of ``__init__``."""
     found: set[str] = set()
     for module in ("checkpoint", "reporting"):
         for path in [*(PACKAGE / module).rglob("*.py"), *PACKAGE.glob(f"{module}*.py")]:

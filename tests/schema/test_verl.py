@@ -1,4 +1,4 @@
-"""A block of rollout correction pasted from veRL, in its three shapes."""
+"""A block of rollout correction pasted from veRL, in the three versions of its keys."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SEED_BLOCK = {
     ],
     ids=["second era", "third era", "third era, one rule", "second era, early names", "off"],
 )
-def test_blocks_of_the_nested_eras_are_taken_over(pasted: dict[str, Any], ours: dict[str, Any]) -> None:
+def test_blocks_of_the_nested_eras_are_converted(pasted: dict[str, Any], ours: dict[str, Any]) -> None:
     assert translate(pasted) == ours
     assert correction_settings(ours) is not None
 
@@ -85,7 +85,7 @@ def test_keys_of_the_first_era_inside_the_nested_block_are_refused(block: dict[s
 
 
 @pytest.mark.parametrize("block", [None, "token", ["token"]])
-def test_what_is_no_block_is_refused(block: Any) -> None:
+def test_a_value_that_is_not_a_block_is_refused(block: Any) -> None:
     with pytest.raises(SettingError, match="a block of keys"):
         adopt({"algorithm": {"rollout_correction": block}})
 
@@ -239,7 +239,7 @@ def test_every_preset_is_in_the_table() -> None:
     assert shipped == {*PRESETS, "none"}
 
 
-def test_parameters_of_a_cooperative_class_are_those_of_the_whole_line() -> None:
+def test_parameters_of_a_cooperative_class_include_those_of_its_mro() -> None:
     class Mixin:
         def __init__(self, *args: Any, mine: int = 1, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)

@@ -15,7 +15,7 @@ OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": oper
 COMMUTATIVE = frozenset("+*")
 
 MOST_PROBLEMS = 1_000_000
-"""Problems that are made without being asked for a number."""
+"""Most problems that are made where ``size`` is not given."""
 
 Split = Literal["train", "validation", "all"]
 Style = Literal["plain", "chat"]
@@ -36,7 +36,7 @@ class Problem(NamedTuple):
 
     @property
     def fraction(self) -> float:
-        """Place of the problem in [0, 1), by hash; a sum or product has the same place in both orders."""
+        """The problem's hash as a number in [0, 1); a sum or product has the same hash in both orders."""
         a, b = sorted((self.a, self.b)) if self.op in COMMUTATIVE else (self.a, self.b)
         digest = hashlib.blake2b(f"{a}{self.op}{b}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") / 2**64
@@ -45,14 +45,14 @@ class Problem(NamedTuple):
 class ArithmeticTask:
     """A source of rows ``{"prompt": "12+34=", "answer": "46", "rambling": "46="}``.
 
-    ``rambling`` is the answer with something behind it, a habit that a supervised warm-up can teach and PPO break.
+    ``rambling`` is the answer with something after it: a bad habit that a supervised warm-up teaches and PPO removes.
 
     A problem belongs to the training or to the validation split by a hash of the problem itself. The two splits have
     no problem in common, whatever the seeds and sizes they are drawn with, and ``34+12`` is on the same side as
     ``12+34``.
 
     Args:
-        operations: any of ``+``, ``-`` and ``*``; problems are drawn from all of them alike.
+        operations: any of ``+``, ``-`` and ``*``, each with the same probability.
         min_value: smallest operand, >= 0.
         max_value: largest operand.
         style: ``plain`` prompts are text (``12+34=``), ``chat`` prompts are one user message.
@@ -61,7 +61,7 @@ class ArithmeticTask:
         split: ``train``, ``validation`` or ``all``.
         held_out: share of all problems that belongs to the validation split.
         size: number of different problems; ``None`` takes all of the split.
-        seed: of their choice and order.
+        seed: of the choice and order of problems.
 
     Raises:
         DataError: a setting is out of range, or the split has fewer than ``size`` problems.
@@ -121,7 +121,7 @@ class ArithmeticTask:
             raise DataError(f"size = null is not allowed: there are {total} problems; give a size")
         draws = total
         if self.size is not None:
-            # So many draws that the split's share of them reaches `size`; a large space is never gone through.
+            # So many draws that the split's share of them reaches `size`; a large space is never enumerated.
             draws = min(total, int((4 * self.size + 64) / self._share()))
         indices = random.Random(self.seed).sample(range(total), draws)
         problems = [problem for problem in map(self._problem, indices) if self._belongs(problem)]
