@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_rlhf.interruption import Interrupted, Signals, passed_on, signals
+from lightning_rlhf.interruption import REQUEST_VARIABLE, Interrupted, Signals, passed_on, signals
 from lightning_rlhf.runs.ending import how_to_go_on, resume_command
 
 BIN = Path(sys.executable).parent
@@ -366,7 +366,11 @@ def test_a_closing_terminal_may_send_sighup_twice() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_the_user_is_told_how_to_send_the_signal_again(capfd: pytest.CaptureFixture) -> None:
+def test_the_user_is_told_how_to_send_the_signal_again(
+    capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", REQUEST_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
     for signum, how in ((signal.SIGINT, "press Ctrl-C again"), (signal.SIGTERM, f"kill {os.getpid()}")):
         with Signals() as own:
             own.hold("finishing iteration 7")

@@ -129,7 +129,7 @@ def test_a_device_with_the_arithmetic_keeps_the_configured_precision(monkeypatch
 
 def test_dtypes_for_storage_only_are_not_replaced(monkeypatch):
     monkeypatch.setattr(device, "computes_in", lambda place, dtype: False)
-    stored = {"trainer": {"precision": "32-true"}, "module": {"rollout_correction": {"weights_dtype": "float16"}}}
+    stored = {"trainer": {"precision": "32-true"}, "module": {"rollout_correction": {"rollout_is_dtype": "float16"}}}
     assert precision.fit(stored) == (stored, [])
 
 

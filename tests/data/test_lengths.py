@@ -56,12 +56,12 @@ def test_a_response_as_long_as_everything_leaves_no_room_for_any_prompt():
         check_room(data([1]), 128, 128, "x")
 
 
-def test_an_engines_limit_known_after_setup_is_checked_before_the_first_rollout():
+def test_an_engines_limit_known_after_setup_is_checked_before_the_first_rollout(monkeypatch: pytest.MonkeyPatch):
     """As with vLLM servers, which report their longest sequence when the run connects to them."""
     module, recorder = tiny_module(iterations=1, max_new_tokens=6), Recorder()
-    module.engine.positions = 10
+    monkeypatch.setattr(type(module.engine), "positions", 10)
     with pytest.raises(DataError, match=r"data\.train: .* 10 tokens \(the longest sequence of the engine\): Arith"):
         fit(module, [recorder])
     assert not recorder.of("on_rollout_start")
-    module.engine.positions = 12
+    monkeypatch.setattr(type(module.engine), "positions", 12)
     fit(module, [recorder])

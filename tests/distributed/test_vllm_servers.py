@@ -172,7 +172,7 @@ SETUPS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "fewer requests than ranks": (
         {},
         {"requests_per_server": 1},
-        "ValueError: rollout.requests_per_server = 1 is not allowed: at least 2, one for each training process",
+        "SettingError: rollout.requests_per_server = 1 is not allowed: at least 2, one for each training process",
     ),
     "no such address": ({}, {"weights_host": "192.0.2.1"}, "ValueError: rollout.weights_host = '192.0.2.1'"),
 }

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tests.test_keys import Change, observe, overrides
 
 from lightning_rlhf import schema
+from tests.schema.test_keys import Change, observe, overrides
 
 FREE = ["alp=default", "module.alp.warmup_steps=0", "module.alp.init_sigma=0.01", "module.alp.lr=0.05"]
 """Sigma is large enough to be seen and learns at once."""

@@ -557,7 +557,7 @@ def test_fake_npu_without_the_plugin_of_vllm_is_refused(monkeypatch: pytest.Monk
 
 
 def test_every_key_of_the_shipped_file_is_a_setting(compose: Callable, installed: None) -> None:
-    from lightning_rlhf.locate import parameters_of
+    from lightning_rlhf.schema.locate import parameters_of
 
     shipped = set(compose("rollout=vllm").rollout) - {"_target_"}
     assert shipped == set(parameters_of(VLLMEngine))

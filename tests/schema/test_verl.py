@@ -101,7 +101,7 @@ def test_pasted_on_the_command_line(compose: Callable[..., Any], caplog: pytest.
         plain = schema.check(compose(*overrides, "+actor_rollout_ref.rollout.calculate_log_probs=true"))
     assert plain["module"]["rollout_correction"] == SEED_BLOCK
     assert "algorithm" not in plain and "actor_rollout_ref" not in plain
-    said = [record.message for record in caplog.records if record.name == "lightning_rlhf.schema"]
+    said = [record.message for record in caplog.records if record.name == "lightning_rlhf.schema.checks"]
     assert len(said) == 2 and "rollout_is=geometric, rollout_is_threshold=3.0, rollout_rs=sequence" in said[0]
 
 
