@@ -145,6 +145,7 @@ def not_selected(key: str, value: str, selected: Sequence[str]) -> str:
     option = next((name for name in PREFERRED if name in options), options[0])
     pasted = key.replace(OURS, PASTED, 1)
     if any(name.startswith(f"{PASTED}.") for name in selected) and key.startswith(f"{OURS}."):
+        pasted = pasted if pasted in selected else f"+{pasted}"
         return f"this run has the block pasted as {PASTED}; its keys are changed there: {pasted}={value}"
     if group in COMBINED:
         own = key.split(".")[1]

@@ -74,13 +74,21 @@ def adopt(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def pasted_name(key: str, config: Mapping[str, Any]) -> str:
-    """The name in the pasted block of a key of our block; ``key`` itself if the pasted block does not have it."""
+    """The name under which a key of our block is overridden while a block is pasted.
+
+    Returns:
+        The key of the pasted block that sets it; with a plus sign, as Hydra adds keys, where neither the pasted block
+        nor ours has it; ``key`` itself otherwise.
+    """
     algorithm = config.get("algorithm")
     block = algorithm.get("rollout_correction") if isinstance(algorithm, Mapping) else None
     parent, _, name = key.rpartition(".")
     if parent != OURS or not isinstance(block, Mapping):
         return key
+    own = (config.get("module") or {}).get("rollout_correction")
     found = next((str(theirs) for theirs in block if RENAMED.get(str(theirs), str(theirs)) == name), None)
+    if found is None and name not in (own or {}):
+        return f"+{PASTED}.{name}"
     return f"{PASTED}.{found}" if found else key
 
 
@@ -94,7 +102,7 @@ def outvoted(typed: Sequence[str], config: Mapping[str, Any]) -> Iterator[Settin
     for word in typed:
         key, _, value = word.lstrip("+").partition("=")
         theirs = pasted_name(key, config)
-        if theirs != key:
+        if theirs != key and not theirs.startswith("+"):
             allowed = f"the block pasted as {PASTED} sets this, too, and would decide; write {theirs}={value}"
             yield SettingError(key, value, allowed)
 

@@ -116,7 +116,9 @@ def test_pasted_over_a_preset(compose: Callable[..., Any]) -> None:
     ("overrides", "key"),
     [
         (["+algorithm.rollout_correction.rollout_is_levell=token"], "algorithm.rollout_correction.rollout_is_levell"),
-        (["+algorithm.rollout_correction.rollout_rs=token"], "module.rollout_correction.rollout_rs_threshold"),
+        (["+algorithm.rollout_correction.rollout_rs=token"], "+algorithm.rollout_correction.rollout_rs_threshold"),
+        (["rollout_correction=monitor", "+algorithm.rollout_correction.rollout_rs=token"],
+         "module.rollout_correction.rollout_rs_threshold"),
         (["+algorithm.rollout_is=true"], "algorithm.rollout_is"),
         (["+algorithm.rollout_correction.rollout_is=token", "+algorithm.gamma=1.0"], "algorithm.gamma"),
         (["+actor_rollout_ref.rollout.calculate_log_probs=false"], "actor_rollout_ref.rollout.calculate_log_probs"),
@@ -166,6 +168,12 @@ OVERRIDDEN = {
         "algorithm.rollout_correction.rollout_rs=token",
         2,
         "+algorithm.rollout_correction.rollout_rs=token",
+    ),
+    "our name of a key that the file lacks": (
+        "era2",
+        "module.rollout_correction.rollout_rs=token",
+        2,
+        "changed there: +algorithm.rollout_correction.rollout_rs=token",
     ),
     "wrong value": (
         "era2",
