@@ -124,7 +124,7 @@ def _train(arguments: list[str]) -> None:
                 from lightning_rlhf.train import train
 
                 log_once()  # only now: importing Lightning adds the handler to remove
-                with _told_without_servers(config.output_dir):
+                with _told(config.output_dir):
                     return train(config, resumption=resumption, composition=composition)
         except (InputError, RunEnded) as error:
             refused.append(error)  # raised below: Hydra would print all overrides before the message
@@ -146,8 +146,13 @@ def _train(arguments: list[str]) -> None:
         arguments = [f"hydra.run.dir=outputs/{name}", f"hydra.sweep.dir=multirun/{name}", *arguments]
     # Hydra's parser reads no overrides after a flag that follows one: flags go first, the order is kept otherwise.
     flags = [word for word in arguments if word.startswith("-") or not ("=" in word or word.startswith("~"))]
-    with _argv(["lightning-rlhf", *flags, *(word for word in arguments if word not in flags)]):
-        run()
+    try:
+        with _argv(["lightning-rlhf", *flags, *(word for word in arguments if word not in flags)]):
+            run()
+    finally:
+        from lightning_rlhf.runs.folder import remove_unused
+
+        remove_unused()
     jobs.report()
     if refused:
         raise refused[0]
@@ -219,7 +224,7 @@ def _eval(arguments: list[str]) -> None:
     from lightning_rlhf.evaluate import evaluate_checkpoint
     from lightning_rlhf.interruption import Signals
 
-    with Signals(), _told_without_servers():
+    with Signals(), _told():
         evaluate_checkpoint(options["checkpoint"], overrides)
 
 
@@ -277,19 +282,14 @@ def _options(
 
 
 @contextmanager
-def _told_without_servers(folder: str | None = None) -> Iterator[None]:
-    """Report a failed run, or the loss of all rollout servers, and how to resume, instead of a traceback."""
+def _told(folder: str | None = None) -> Iterator[None]:
+    """Report why a run failed, such as an error in the user's own code, and how to resume, instead of a traceback."""
     from lightning_rlhf.assembly import newest_checkpoint
-    from lightning_rlhf.checkpoint import CheckpointError
-    from lightning_rlhf.control import TrainingFailed
-    from lightning_rlhf.rewards import RewardError
     from lightning_rlhf.rollout.server_pool import ServersGone
-    from lightning_rlhf.runs.ending import RunFailed, in_short
+    from lightning_rlhf.runs.ending import in_short
 
     try:
         yield
-    except (TrainingFailed, CheckpointError, RunFailed, RewardError) as error:
-        raise RunEnded(in_short(error)) from error
     except ServersGone as error:
         lines = [str(error)]
         if folder is not None:
@@ -297,6 +297,11 @@ def _told_without_servers(folder: str | None = None) -> Iterator[None]:
             again = f"once there are servers again, resume={folder} goes on from {found.name}" if found else ""
             lines.append(again or "there is no checkpoint yet to go on from")
         raise RunEnded("\n".join(lines)) from error
+    except Exception as error:
+        short = in_short(error)
+        if short is None:
+            raise
+        raise RunEnded("\n".join([f"FAILED: {short}", *getattr(error, "__notes__", [])])) from error
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -138,14 +138,15 @@ class Logbook:
             elif self._said[kind] == SAID:
                 rank_zero_info(
                     "iteration %(iteration)d: %(verb)s: %(reason)s\n%(more)s",
-                    row | {"more": _more(row["verb"], bool(listed))},
+                    row | {"more": _more(row["verb"], listed)},
                 )
         for logger in listed if rows else []:
             logger.log_decisions(rows)
 
 
-def _more(verb: str, listed: bool) -> str:
-    """Where to find the decisions that are no longer printed."""
+def _more(verb: str, listed: Sequence[object]) -> str:
+    """Where to find the decisions that are no longer printed; ``listed``: the loggers that have them."""
     places = [f"counted in stability/{STABILITY_COUNTS[verb]}"] if verb in STABILITY_COUNTS else []
-    places += ["listed in decisions.jsonl"] if listed else []
+    files = dict.fromkeys(getattr(logger, "decisions_place", "decisions.jsonl") for logger in listed)
+    places += [f"listed in {' and in '.join(files)}"] if files else []
     return "  more of this kind are not printed" + (f", but {' and '.join(places)}" if places else "")

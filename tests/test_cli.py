@@ -331,6 +331,16 @@ def test_bad_input_is_one_screen(elsewhere, run_tiny, capsys, content, overrides
         assert word in error
     assert one_screen(error), error
     assert not (elsewhere / "run" / "checkpoints").exists(), "nothing was trained"
+    if (elsewhere / "run" / "starts.jsonl").exists():
+        assert words[0] in (elsewhere / "run" / "train.log").read_text(encoding="utf-8")
+
+
+def test_a_refused_start_leaves_no_folder_but_one_that_was_named(elsewhere, capsys):
+    assert cli.main(["train", "model.lr.actor=-1"]) == 2
+    assert "nothing was started" in capsys.readouterr().err
+    assert list(elsewhere.glob("outputs/*/*")) == []
+    assert cli.main(["train", "model.lr.actor=-1", "hydra.run.dir=mine"]) == 2
+    assert (elsewhere / "mine" / ".hydra").exists()
 
 
 def test_full_traceback_on_request(run_tiny, capsys, monkeypatch):
@@ -362,6 +372,60 @@ def test_a_failure_of_a_reward_is_no_bad_input_and_one_screen_with_its_own_lines
     assert "Traceback" in log, "the log has all"
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     assert run_tiny(broken, "hydra.run.dir=again") == 1 and "Traceback" in capsys.readouterr().err
+
+
+BROKEN = """\
+import torch
+from lightning_rlhf.callbacks import RLHFCallback
+
+
+def down(n):
+    return down(n - 1) if n else torch.zeros(2) @ torch.zeros(3)
+
+
+class Broken(RLHFCallback):
+    def __init__(self, how):
+        self.how = how
+
+    def on_experience_ready(self, trainer, module, experience, stats):
+        if self.how == "raise":
+            down(7)
+        elif self.how == "metric":
+            module.control.report("mine/number", 1.0)
+        else:
+            module.control.report("kl/ref", "much")
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "words", "calls"),
+    [
+        ("raise", "FAILED: RuntimeError: ", [("6", "down")] * 3),
+        ("metric", "FAILED: UnknownMetricError: no metric is called 'mine/number'", [("17", "on_experience_ready")]),
+    ],
+)
+def test_an_error_in_a_callback_of_ones_own_is_one_screen(elsewhere, run_tiny, capsys, how, words, calls):
+    """A library's exception below it (Python folds the last two of five calls), or a metric that was not declared."""
+    (elsewhere / "broken_callback.py").write_text(BROKEN, encoding="utf-8")
+    assert run_tiny("+callbacks.broken._target_=broken_callback.Broken", f"+callbacks.broken.how={how}") == 1
+    error = capsys.readouterr().err
+    shown = error[error.index("FAILED: ") :]
+    assert shown.startswith(words) and one_screen(shown), error
+    assert "Traceback" not in error and "site-packages" not in error and "hydra/" not in error
+    assert re.findall(r"broken_callback\.py\", line (\d+), in (\w+)", shown) == calls
+    assert how != "raise" or "[Previous line repeated 2 more times]" in shown
+    assert "(full traceback: HYDRA_FULL_ERROR=1)" in shown
+    if sys.version_info >= (3, 11):
+        assert "no checkpoint yet: nothing to go on from" in shown
+    log = (elsewhere / "run" / "train.log").read_text(encoding="utf-8")
+    assert "Traceback" in log and "lightning/pytorch" in log, "the log has all"
+
+
+def test_an_error_inside_the_kit_keeps_its_traceback(elsewhere, run_tiny):
+    """Also one that an own callback has called for with a wrong value."""
+    (elsewhere / "broken_callback.py").write_text(BROKEN, encoding="utf-8")
+    with pytest.raises(TypeError):
+        run_tiny("+callbacks.broken._target_=broken_callback.Broken", "+callbacks.broken.how=spoil")
 
 
 def test_a_run_whose_gradients_stay_broken_has_failed(elsewhere, run_tiny, capsys):

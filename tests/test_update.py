@@ -250,6 +250,8 @@ def test_repeated_decisions_are_printed_three_times(caplog: pytest.LogCaptureFix
     """One quickstart printed a decision sixteen times; the logger keeps all, and rollbacks are always printed."""
 
     class Keeping(DummyLogger):
+        decisions_place = "there/decisions.jsonl"
+
         def log_decisions(self, rows: list[dict[str, Any]]) -> None:
             kept.extend(row["verb"] for row in rows)
 
@@ -272,7 +274,10 @@ def test_repeated_decisions_are_printed_three_times(caplog: pytest.LogCaptureFix
     ]
     assert len([line for line in said if "clip fraction" in line]) == 3
     assert len([line for line in said if "rollback: over" in line]) == 16
-    more = "  more of this kind are not printed, but counted in stability/epochs_stopped and listed in decisions.jsonl"
+    more = (
+        "  more of this kind are not printed, but counted in stability/epochs_stopped "
+        "and listed in there/decisions.jsonl"
+    )
     # The update's own line, "rolled back: ...", is counted as another kind.
     assert said.count(more) == 3 and kept.count("stop_epochs") == 3 * 16 and kept.count("rollback") == 16
 

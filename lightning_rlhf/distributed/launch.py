@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import sys
-import traceback
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,7 +27,7 @@ from lightning_rlhf.distributed.processes import is_first
 from lightning_rlhf.files import write_whole
 from lightning_rlhf.interruption import REQUEST, REQUEST_VARIABLE, Interrupted, passed_on
 from lightning_rlhf.reporting.mlflow_logger import end_as_failed
-from lightning_rlhf.runs.ending import RunFailed, how_to_go_on, told
+from lightning_rlhf.runs.ending import RunFailed, how_to_go_on, report_of_process, told
 from lightning_rlhf.schema import InputError
 
 if TYPE_CHECKING:
@@ -163,11 +162,7 @@ def main(file: str) -> int:
     import torch
     from omegaconf import OmegaConf
 
-    from lightning_rlhf.checkpoint.files import CheckpointError
-    from lightning_rlhf.control import TrainingFailed
     from lightning_rlhf.quiet import quiet
-    from lightning_rlhf.rewards import RewardError
-    from lightning_rlhf.rollout.server_pool import ServersGone
     from lightning_rlhf.run import run
     from lightning_rlhf.schema import check
 
@@ -183,14 +178,8 @@ def main(file: str) -> int:
         if not stop.on_every_rank:
             return 128 + stop.signum
         metrics = {INTERRUPTED: stop.signum}
-    except (ServersGone, TrainingFailed, CheckpointError) as error:
-        print(f"process {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)
-        return 1
-    except RewardError as error:  # the place in the user's code, not the whole traceback
-        print(f"process {os.environ['RANK']}: {error}\n{error.origin}", file=sys.stderr, flush=True)
-        return 1
-    except Exception:
-        print(f"process {os.environ['RANK']}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+    except Exception as error:
+        report_of_process(f"process {os.environ['RANK']}", error, Path(file).parent)
         return 1
     if is_first():
         write_whole(Path(file).with_name(RESULT), json.dumps(metrics))

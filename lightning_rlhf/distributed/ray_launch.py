@@ -12,7 +12,6 @@ import signal
 import socket
 import sys
 import threading
-import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +27,7 @@ from lightning_rlhf.interruption import REQUEST, REQUEST_VARIABLE, Interrupted, 
 from lightning_rlhf.quiet import log_once, quiet, quiet_ray
 from lightning_rlhf.reporting import tracked as of_earlier
 from lightning_rlhf.reporting.mlflow_logger import end_as_failed
-from lightning_rlhf.runs.ending import RunFailed, how_to_go_on, told
+from lightning_rlhf.runs.ending import RunFailed, how_to_go_on, report_of_process, told
 from lightning_rlhf.schema import InputError, check
 from lightning_rlhf.settings import build
 from lightning_rlhf.threads import waiting
@@ -223,7 +222,7 @@ def work(task: Mapping[str, Any]) -> dict[str, float]:
     except InputError as error:
         raise Refused(f"worker {rank} on {socket.gethostname()}: {error}") from None
     except Exception as error:
-        print(f"worker {rank} on {socket.gethostname()}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        report_of_process(f"worker {rank} on {socket.gethostname()}", error, Path(task["file"]).parent)
         # As plain text: not every error can be sent, and the receiver may lack its class.
         raise RuntimeError(f"{type(error).__name__}: {error}") from None
 

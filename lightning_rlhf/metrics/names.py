@@ -270,7 +270,11 @@ METRICS: list[Metric] = [
 METRICS += [Metric(*row) for row in ROLLOUT_CORR]
 
 
-class UnknownMetricError(ValueError):
+class MetricError(ValueError):
+    """A metric that the registry refuses; the message says how to declare it."""
+
+
+class UnknownMetricError(MetricError):
     """A metric name that the registry does not know."""
 
 
@@ -309,21 +313,23 @@ def register(metric: Metric) -> None:
     that imports the file knows the metric. ``reduced`` describes the reduction, it does not perform it.
 
     Raises:
-        ValueError: the name is not one that trackers accept, is taken by another metric, or ``better`` or ``reduced``
+        MetricError: the name is not one that trackers accept, is taken by another metric, or ``better`` or ``reduced``
             is unknown.
     """
     plain = "".join("x" if part.startswith("<") else part for part in _split(metric.name))
     if not valid(plain):
-        raise ValueError(f"metric name {metric.name!r} is not allowed: group/name of letters, digits, _ - . and spaces")
+        raise MetricError(
+            f"metric name {metric.name!r} is not allowed: group/name of letters, digits, _ - . and spaces"
+        )
     if metric.reduced not in REDUCTIONS:
-        raise ValueError(f"{metric.name}: reduced = {metric.reduced!r} is not allowed: one of {', '.join(REDUCTIONS)}")
+        raise MetricError(f"{metric.name}: reduced = {metric.reduced!r} is not allowed: one of {', '.join(REDUCTIONS)}")
     if metric.better not in get_args(Better):
-        raise ValueError(
+        raise MetricError(
             f"{metric.name}: better = {metric.better!r} is not allowed: one of {', '.join(get_args(Better))}"
         )
     taken = next((other for other in METRICS if other.name.lower() == metric.name.lower()), None)
     if taken is not None and taken != metric:
-        raise ValueError(f"metric name {metric.name!r} is taken by {taken.name}: {taken.description}")
+        raise MetricError(f"metric name {metric.name!r} is taken by {taken.name}: {taken.description}")
     if taken is None:
         METRICS.append(metric)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -118,6 +119,11 @@ class RunCSVLogger(CSVLogger):
     def closing_lines(self) -> list[str]:
         """Where the metrics are."""
         return [f"metrics of all iterations:\n  {Path(self.log_dir).absolute() / 'metrics.csv'}"]
+
+    @property
+    def decisions_place(self) -> str:
+        """Where the decisions are, in words: their file, relative to the run's folder."""
+        return os.path.relpath(self._decisions, self.save_dir)
 
     @property
     def _decisions(self) -> Path:

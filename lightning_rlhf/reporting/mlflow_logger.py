@@ -91,6 +91,8 @@ class RLMLFlowLogger(MLFlowLogger):
         ValueError: the tracking URI is a plain folder, which MLflow no longer accepts.
     """
 
+    decisions_place = "decisions*.jsonl (the run's artifacts)"
+
     def __init__(
         self,
         run_dir: str | Path,

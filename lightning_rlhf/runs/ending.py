@@ -11,10 +11,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lightning_rlhf.checkpoint.files import iteration_of
+from lightning_rlhf.checkpoint.files import CheckpointError, iteration_of
+from lightning_rlhf.control import TrainingFailed
+from lightning_rlhf.distributed.processes import is_first
 from lightning_rlhf.interruption import Interrupted
+from lightning_rlhf.reporting import terminal
 from lightning_rlhf.reporting.terminal import note, say
+from lightning_rlhf.rewards import RewardError
+from lightning_rlhf.rollout.server_pool import ServersGone
 from lightning_rlhf.runs.folder import checkpoint_folder, kept_elsewhere, starts
+from lightning_rlhf.runs.own_code import from_own_code, own_calls
 from lightning_rlhf.schema import InputError
 
 
@@ -39,7 +45,9 @@ def told(config: Mapping[str, Any], *, speaks: bool) -> Iterator[None]:
             say("\n".join([f"stopped by {stop}", *how_to_go_on(config)]))
         stop.told = True
         raise
-    except InputError:
+    except InputError as error:
+        if speaks:
+            note(str(error))
         raise
     except Exception as error:
         lines = ["the run has FAILED", *how_to_go_on(config)]
@@ -91,11 +99,32 @@ def resume_command(where: Path | str, words: Iterable[str] = ()) -> str:
     return " ".join(["lightning-rlhf train", where, *map(shlex.quote, words)])
 
 
-def in_short(error: Exception) -> str:
-    """Text for a failure in place of a traceback: its message, where the user's code raised it, what to do.
+def in_short(error: Exception) -> str | None:
+    """Text for a failure in place of a traceback: its message and where the user's own code raised it.
+
+    ``None`` if the error does not explain itself, such as one inside this package: that needs its traceback.
+    """
+    if isinstance(error, (TrainingFailed, CheckpointError, RunFailed, RewardError, ServersGone)):
+        origin = getattr(error, "origin", "")
+        return f"{error}\n{origin}" if origin else str(error)
+    if isinstance(error, InputError) or not from_own_code(error):
+        return None
+    kind = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return "\n".join([kind, own_calls(error)]).rstrip("\n")
+
+
+def report_of_process(name: str, error: Exception, folder: Path) -> None:
+    """Print why one of several processes has failed; the one that started them says how to go on.
+
+    The full traceback of a shortened error is in ``train.log``, written here unless :func:`told` has done it.
 
     Args:
-        error: with an attribute ``origin`` if the user's code raised it, and the notes of :func:`told`.
+        name: of the process, for the user.
+        error: what ended it.
+        folder: of the run.
     """
-    origin = getattr(error, "origin", "")
-    return "\n".join([f"FAILED: {error}", *([origin] if origin else []), *getattr(error, "__notes__", [])])
+    full, short = "".join(traceback.format_exception(type(error), error, error.__traceback__)), in_short(error)
+    if short is not None and not is_first() and (from_own_code(error) or isinstance(error, RewardError)):
+        with (folder / terminal.FILE).open("a", encoding="utf-8") as file:
+            file.write(f"{name}:\n{full}")
+    print(f"{name}:\n{full}" if short is None else f"{name}: {short}", file=sys.stderr, flush=True)

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -81,6 +82,16 @@ def _claim_key(config: DictConfig, key: str) -> None:
         with read_write(config.hydra), open_dict(config.hydra):
             config.hydra[key].dir = str(folder)
             config.hydra.overrides.hydra.append(f"hydra.{key}.dir={quoted(folder)}")  # for the jobs of a sweep
+
+
+def remove_unused() -> None:
+    """Remove the folders claimed by this process that hold no more than Hydra writes before a run: it was refused."""
+    for folder in list(claimed):
+        files = {path.relative_to(folder).parts[0] for path in folder.rglob("*") if not path.is_dir()}
+        log = folder / "train.log"
+        if files <= {".hydra", "train.log", "multirun.yaml", LOCK} and not (log.exists() and log.stat().st_size):
+            shutil.rmtree(folder, ignore_errors=True)
+        claimed.discard(folder)
 
 
 # --- ownership and lock ----------------------------------------------------------------------------------------------

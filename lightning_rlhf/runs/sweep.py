@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -48,12 +49,13 @@ class Jobs:
             yield
         except Exception as error:
             self.failed += 1
-            print(f"{name} has failed:", file=sys.stderr)
             said = isinstance(error, (InputError, RunEnded))  # the message needs no class name before it
+            reason = str(error).removeprefix("FAILED: ") if said else f"{type(error).__name__}: {error}"
+            print(f"{name} has failed: {reason}", file=sys.stderr, flush=True)
             if not said:
                 traceback.print_exc()
-            kind = "" if said else f"{type(error).__name__}: "
-            self.lines.append(f"{name}: failed: {kind}{error}".replace("\n", "\n    "))
+            _keep(reason, Path(hydra.runtime.output_dir))
+            self.lines.append(f"{name}: failed: {reason}".replace("\n", "\n    "))
         else:
             self.lines.append(f"{name}: done, in {hydra.runtime.output_dir}")
 
@@ -69,3 +71,11 @@ class Jobs:
         if self.failed:
             raise JobsFailed(text)
         print(text, flush=True)
+
+
+def _keep(reason: str, folder: Path) -> None:
+    """Write the reason into ``train.log`` of a job that was refused before its run could do so."""
+    log = folder / "train.log"
+    if folder.is_dir() and not (log.exists() and reason.splitlines()[0] in log.read_text(encoding="utf-8")):
+        with log.open("a", encoding="utf-8") as file:
+            file.write(f"{reason}\n")

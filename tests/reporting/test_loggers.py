@@ -118,6 +118,7 @@ def test_a_csv_file_is_never_without_its_rows(tmp_path: Path, monkeypatch: pytes
     monkeypatch.undo()
     assert [row["step"] for row in rows(tmp_path)] == ["1", "2", "3"]
     assert sorted(path.name for path in (tmp_path / "metrics").iterdir()) == ["decisions.jsonl", "metrics.csv"]
+    assert first.decisions_place == "metrics/decisions.jsonl"
 
     with (tmp_path / "metrics" / "metrics.csv").open("a", encoding="utf-8") as file:
         file.write("2.2")  # half of a row

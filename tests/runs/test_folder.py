@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_rlhf.runs import folder
 from lightning_rlhf.runs.folder import claim, locked, note_start, quoted, refuse_a_second_run, starts
 from lightning_rlhf.schema import InputError
 
@@ -80,3 +81,19 @@ def test_any_folder_can_be_an_override(text: str) -> None:
     from lightning_rlhf.runs.recompose import value_of
 
     assert value_of([f"hydra.run.dir={quoted(text)}"], "hydra.run.dir") == text
+
+
+def test_a_folder_claimed_for_a_refused_start_is_removed_and_no_other(tmp_path: Path) -> None:
+    names = ("refused", "sweep", "started", "explained", "before")
+    made = {name: claim(tmp_path / name) for name in names}
+    for path in made.values():
+        (path / ".hydra").mkdir()
+        (path / ".hydra" / "config.yaml").touch()
+        (path / "train.log").touch()
+    (made["sweep"] / "multirun.yaml").touch()
+    (made["started"] / "starts.jsonl").touch()
+    (made["explained"] / "train.log").write_text("a reason\n", encoding="utf-8")
+    folder.claimed.update(made[name] for name in names[:-1])
+    folder.remove_unused()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["before", "explained", "started"]
+    assert not folder.claimed & set(made.values())
