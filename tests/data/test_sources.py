@@ -104,7 +104,7 @@ def test_the_text_around_a_mistake_far_behind_is_shown(tmp_path):
 
 def test_an_excerpt_begins_at_a_word_and_says_where_it_is_cut():
     text = '{"prompt": "How many apples are in seven baskets of twelve?", "answer": 84, "level" 3, "source": "a book"}'
-    assert excerpt(text, text.index("3,")) == '''...'of twelve?", "answer": 84, "level" 3, "source": "a book'...'''
+    assert excerpt(text, text.index("3,")) == """...'of twelve?", "answer": 84, "level" 3, "source": "a book'..."""
     assert excerpt(text, 3) == """'{"prompt": "How many ap'..."""
     assert excerpt("x" * 100, 99) == f"...{'x' * 41!r}"
 
