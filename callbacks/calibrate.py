@@ -50,6 +50,7 @@ class Calibrate(RLHFCallback):
         bounded("calibrate", above=0, optional=True, limit=limit)
         self.prompts, self.tokens, self.every, self.limit = prompts, tokens, every, limit
         self._first = True
+        self._said = 0.0  # the largest gap that a line of this process has told
 
     def on_fit_start(self, trainer: Trainer, pl_module: ActorCriticModule) -> None:  # type: ignore[override]
         self._first = True
@@ -64,8 +65,24 @@ class Calibrate(RLHFCallback):
             for name, value in numbers.items():
                 module.control.report(name, value)
         if numbers:  # empty: no token was generated, and the next iteration probes again
+            self._say(numbers, module)
             self._judge(numbers, module)
             self._first = False
+
+    def _say(self, numbers: dict[str, float], module: ActorCriticModule) -> None:
+        """One line at the first probe, and whenever the mean gap is over twice the largest told so far."""
+        gap = numbers["calibrate/logprob_abs_diff_mean"]
+        if self._first or gap > 2 * self._said:
+            log.info(
+                "callbacks.calibrate: iteration %d, %s: engine and trainer differ by %.2g nats per token (largest "
+                "%.2g; k3 %.2g) at equal weights",
+                module.control.iteration,
+                "first probe" if self._first else "largest gap so far",
+                gap,
+                numbers["calibrate/logprob_abs_diff_max"],
+                numbers["calibrate/k3_kl"],
+            )
+            self._said = max(self._said, gap)
 
     def _judge(self, numbers: dict[str, float], module: ActorCriticModule) -> None:
         sampling = module.engine.sampling
@@ -119,6 +136,7 @@ def compare(train_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> d
     batch = MetricBatch()
     batch.mean("calibrate/logprob_abs_diff_mean", gap, finite)
     batch.max("calibrate/logprob_abs_diff_max", gap, finite)
+    batch.mean("calibrate/k3_kl", torch.expm1(train - rollout) - (train - rollout), finite)
     batch.mean("calibrate/probs_diff_mean", difference, finite, std="calibrate/probs_diff_std")
     batch.max("calibrate/probs_diff_max", difference, finite)
     return batch.compute() | {"calibrate/probs_pearson_corr": pearson(train.exp(), rollout.exp(), finite)}

@@ -14,6 +14,7 @@ PACKAGE = ROOT / "lightning_rlhf"
 FLOORS: list[set[str]] = [
     {
         "errors",
+        "faults",
         "bounds",
         "files",
         "passwords",

@@ -17,6 +17,7 @@ from lightning_rlhf.data.loaders import PromptLoader, PromptStream, ValidationLo
 from lightning_rlhf.data.prompts import EncodedPrompts, Prompt, PromptEncoder, numbered
 from lightning_rlhf.data.sources import SOURCE_KEY, DataError, listed, open_source, read_rows
 from lightning_rlhf.experience import PromptBatch
+from lightning_rlhf.faults import Faults
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +131,8 @@ class PromptDataModule(LightningDataModule):
 
     def _encode(self, name: str, source: Any) -> EncodedPrompts:
         try:
-            encoded = self._encoder.encode(read_rows(open_source(source)))
+            faults = Faults()
+            encoded = self._encoder.encode(read_rows(open_source(source), faults), faults)
         except DataError as error:
             raise DataError(f"data.{name}: {error}") from error
         self.dropped[name] = len(encoded.too_long)
@@ -276,10 +278,10 @@ def _warn_about_duplicates(train: Sequence[Prompt], held_out: Sequence[Prompt]) 
     repeats = [prompt for prompt in train if first.setdefault(prompt.key, prompt) is not prompt]
     if repeats:
         log.warning(
-            "data.train: %d of %d rows repeat a prompt; each copy gets samples of its own: %s",
+            "data.train: %d of %d rows repeat a prompt; all are drawn, each copy with seeds of its own: %s",
             len(repeats),
             len(train),
-            listed([f"{prompt.row[SOURCE_KEY]} repeats {first[prompt.key].row[SOURCE_KEY]}" for prompt in repeats]),
+            listed([f"{prompt.row[SOURCE_KEY]} is {first[prompt.key].row[SOURCE_KEY]}" for prompt in repeats]),
         )
     seen = [prompt for prompt in held_out if prompt.key in first]
     if seen:

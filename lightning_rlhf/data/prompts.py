@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rlhf.bounds import bounded
 from lightning_rlhf.data.sources import SOURCE_KEY, DataError, Row
 from lightning_rlhf.experience import PromptBatch, prompt_key
+from lightning_rlhf.faults import Faults, excerpt
 
 MESSAGES_KEY = "_messages"
 """Key of the row that holds a chat prompt's messages, system prompt included (for reward models)."""
@@ -87,23 +88,29 @@ class PromptEncoder:
         bos = tokenizer.bos_token_id
         self._bos: list[int] = [bos] if bos is not None and list(probe[:1]) == [bos] else []
 
-    def encode(self, rows: Iterable[Row]) -> EncodedPrompts:
+    def encode(self, rows: Iterable[Row], faults: Faults | None = None) -> EncodedPrompts:
         """Prompts of all rows, the too long ones separately.
 
+        Args:
+            rows: each with its place of origin.
+            faults: of the rows that ``rows`` leaves out, filled while it is read; they are reported with the others.
+
         Raises:
-            DataError: a row has no usable prompt, there is no row, or no prompt fits.
+            DataError: rows have no usable prompt (the first are named), there is no row, or no prompt fits.
         """
+        faults = Faults() if faults is None else faults
         prompts: list[Prompt] = []
         too_long: list[Prompt] = []
-        for chunk in _chunks(rows):
-            rendered = [self.render(row) for row in chunk]
-            for (text, row), ids in zip(rendered, self._tokenise(rendered), strict=True):
+        for rendered in _chunks(self._rendered(rows, faults)):
+            for (text, row), ids in zip(rendered, self._tokenise(rendered, faults), strict=True):
                 if not ids:
-                    raise DataError(f"{row[SOURCE_KEY]}: the tokenizer makes no token of the prompt {text[:60]!r}")
+                    continue
                 # The key is of the content, not of the rendered text: a template may write today's date into it.
                 prompt = Prompt(ids, text, prompt_key(row[self.prompt_field]), row)
                 fits = self.max_tokens is None or len(ids) <= self.max_tokens
                 (prompts if fits else too_long).append(prompt)
+        if faults:
+            raise DataError(str(faults))
         if not prompts and not too_long:
             raise DataError("there is no row")
         if not prompts:
@@ -113,6 +120,15 @@ class PromptEncoder:
                 f"has {'at least ' * self.counted_in_part}{shortest} tokens. Raise the limit or shorten the prompts"
             )
         return EncodedPrompts(prompts, too_long)
+
+    def _rendered(self, rows: Iterable[Row], faults: Faults) -> Iterator[tuple[str, Row]]:
+        for row in rows:
+            try:
+                rendered = self.render(row)
+            except DataError as error:
+                faults.add(error)
+            else:
+                yield rendered
 
     def render(self, row: Row) -> tuple[str, Row]:
         """Text of the row's prompt as the model will read it, and the row; a chat prompt's row with its messages."""
@@ -168,14 +184,19 @@ class PromptEncoder:
             raise DataError(f"{origin}: the chat template refuses the messages: {_in_words(error)}") from error
         return _valid_unicode(str(text), origin)
 
-    def _tokenise(self, rendered: list[tuple[str, Row]]) -> Iterator[list[int]]:
+    def _tokenise(self, rendered: list[tuple[str, Row]], faults: Faults) -> Iterator[list[int]]:
+        """The ids of each text; none for a row that was added to ``faults``."""
+        plain: Sequence[list[int] | None]
         try:
             plain = self._ids([text for text, _ in rendered])
-        except Exception:  # its class depends on the tokenizer; encoding row by row finds the row to name
-            plain = [self._ids_of_row(text, row) for text, row in rendered]
-        for (_, row), ids in zip(rendered, plain, strict=True):
-            needs_bos = MESSAGES_KEY not in row and ids[:1] != self._bos
-            yield [*self._bos, *ids] if needs_bos else list(ids)
+        except Exception:  # its class depends on the tokenizer; encoding row by row finds the rows to name
+            plain = [self._ids_of_row(text, row, faults) for text, row in rendered]
+        for (text, row), found in zip(rendered, plain, strict=True):
+            needs_bos = found is not None and MESSAGES_KEY not in row and found[:1] != self._bos
+            ids = [*self._bos, *(found or [])] if needs_bos else list(found or [])
+            if found is not None and not ids:
+                faults.add(f"{row[SOURCE_KEY]}: the tokenizer makes no token of the prompt {text[:60]!r}")
+            yield ids
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
         ids: list[list[int]] = self.tokenizer(
@@ -194,14 +215,18 @@ class PromptEncoder:
         self.counted_in_part = True
         return beginning
 
-    def _ids_of_row(self, text: str, row: Row) -> list[int]:
+    def _ids_of_row(self, text: str, row: Row, faults: Faults) -> list[int] | None:
+        """The ids of a text; ``None`` if the row was added to ``faults``."""
         try:
             return self._ids([text])[0]
         except Exception as error:
-            refuse_unknown_characters(self.tokenizer, text, row[SOURCE_KEY])
-            raise DataError(
-                f"{row[SOURCE_KEY]}: the tokenizer refuses the prompt {text[:60]!r}: {_in_words(error)}"
-            ) from error
+            reason = f"{row[SOURCE_KEY]}: the tokenizer refuses the prompt {text[:60]!r}: {_in_words(error)}"
+            try:
+                refuse_unknown_characters(self.tokenizer, text, row[SOURCE_KEY])
+            except DataError as known:
+                reason = str(known)
+            faults.add(reason)
+            return None
 
 
 def _valid_unicode(text: str, origin: str) -> str:
@@ -211,7 +236,7 @@ def _valid_unicode(text: str, origin: str) -> str:
     except UnicodeEncodeError as error:
         raise DataError(
             f"{origin}: the prompt is no valid Unicode: character {error.start + 1} is {text[error.start]!r}, "
-            f"half of a surrogate pair, in {text[max(0, error.start - 30) : error.start + 30]!r}"
+            f"half of a surrogate pair, in {excerpt(text, error.start, before=30, after=30)}"
         ) from None
     return text
 
@@ -262,7 +287,7 @@ def numbered(prompts: Iterable[Prompt]) -> list[Prompt]:
     return result
 
 
-def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    iterator = iter(rows)
+def _chunks(rendered: Iterable[tuple[str, Row]]) -> Iterator[list[tuple[str, Row]]]:
+    iterator = iter(rendered)
     while chunk := list(islice(iterator, _CHUNK)):
         yield chunk

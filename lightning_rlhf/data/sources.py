@@ -19,6 +19,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_original_cwd
 from omegaconf import OmegaConf
 
+from lightning_rlhf.faults import Faults, excerpt
+
 SOURCE_KEY = "_source"
 """Key of a row's place of origin; the rewards read it for their error messages."""
 
@@ -32,7 +34,32 @@ class DataError(ValueError):
     """Data that cannot be used. The message says where, what was found and what is allowed."""
 
 
-class JSONLSource:
+class FileError(DataError):
+    """A file that is not what it should be; its further lines say nothing more."""
+
+
+class RowReader:
+    """A source whose rows may each be at fault."""
+
+    def read(self, faults: Faults) -> Iterator[Row]:
+        """The rows that can be read; the others are added to ``faults``."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[Row]:
+        """The rows up to the first at fault.
+
+        Raises:
+            DataError: rows cannot be read; it is raised in place of the first, and names the others, too.
+        """
+        faults = Faults()
+        for row in self.read(faults):
+            if not faults:
+                yield row
+        if faults:
+            raise DataError(str(faults))
+
+
+class JSONLSource(RowReader):
     """One JSON object per line; blank lines are skipped.
 
     Args:
@@ -45,16 +72,25 @@ class JSONLSource:
     def __init__(self, path: str | Path, *, limit: int | None = None) -> None:
         self.path, self.limit = resolve_path(path), _check_limit(limit)
 
-    def __iter__(self) -> Iterator[Row]:
-        return islice(chain.from_iterable(map(self._read, find_files(self.path, self.suffixes))), self.limit)
+    def read(self, faults: Faults) -> Iterator[Row]:
+        lines = chain.from_iterable(map(self._lines, find_files(self.path, self.suffixes)))
+        unreadable: Path | None = None
+        for path, number, line in islice(lines, self.limit):
+            if path == unreadable:
+                continue
+            try:
+                yield {**parse_line(line, f"{path}:{number}"), SOURCE_KEY: f"{path}:{number}"}
+            except DataError as error:
+                faults.add(error)
+                unreadable = path if isinstance(error, FileError) else None
 
-    def _read(self, path: Path) -> Iterator[Row]:
+    def _lines(self, path: Path) -> Iterator[tuple[Path, int, bytes]]:
         empty = True
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip() and line.strip() != codecs.BOM_UTF8:
-                    empty, origin = False, f"{path}:{number}"
-                    yield {**parse_line(line, origin), SOURCE_KEY: origin}
+                    empty = False
+                    yield path, number, line
         if empty:
             raise DataError(f"{path} holds no row")
 
@@ -153,7 +189,7 @@ def open_source(value: Any) -> Iterable[Mapping[str, Any]]:
     if isinstance(value, (str, Path)):
         return _open_path(value)
     if isinstance(value, (list, tuple)) and value and all(isinstance(item, (str, Path)) for item in value):
-        return [row for path in value for row in _open_path(path)]
+        return Sources([_open_path(path) for path in value])
     if isinstance(value, Mapping) or not isinstance(value, Iterable):
         raise DataError(
             f"{value!r} is not a data source; allowed: a path, a list of paths, a list of rows, "
@@ -162,17 +198,26 @@ def open_source(value: Any) -> Iterable[Mapping[str, Any]]:
     return value
 
 
-def read_rows(source: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
-    """Plain rows of a source, each with its place of origin.
+class Sources(RowReader):
+    """Sources read in turn."""
 
-    Raises:
-        DataError: a row is not a mapping.
-    """
-    for number, row in enumerate(source):
+    def __init__(self, sources: Sequence[Iterable[Mapping[str, Any]]]) -> None:
+        self.sources = sources
+
+    def read(self, faults: Faults) -> Iterator[Row]:
+        return chain.from_iterable(read_rows(source, faults) for source in self.sources)
+
+
+def read_rows(source: Iterable[Mapping[str, Any]], faults: Faults) -> Iterator[Row]:
+    """Plain rows of a source, each with its place of origin; rows that cannot be used are added to ``faults``."""
+    # A subclass with an __iter__ of its own is read through it.
+    reads = isinstance(source, RowReader) and type(source).__iter__ is RowReader.__iter__
+    for number, row in enumerate(source.read(faults) if reads else source):  # type: ignore[attr-defined]
         origin = f"{type(source).__name__}:{number}"
-        if not isinstance(row, Mapping):
-            raise DataError(f"{origin}: a row must be a mapping of column names to values, not {row!r:.80}")
-        yield {SOURCE_KEY: origin, **row}
+        if isinstance(row, Mapping):
+            yield {SOURCE_KEY: origin, **row}
+        else:
+            faults.add(f"{origin}: a row must be a mapping of column names to values, not {row!r:.80}")
 
 
 def listed(items: Sequence[str], most: int = 5) -> str:
@@ -240,11 +285,12 @@ def parse_line(line: bytes, origin: str) -> Row:
 
     Raises:
         DataError: it is no JSON object; names place, column (in characters, from 1) and the text there.
+        FileError: the same, in the first line of a file of another kind.
     """
     if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise DataError(f"{origin}: not UTF-8 text but UTF-16; save the file as UTF-8")
+        raise FileError(f"{origin}: not UTF-8 text but UTF-16; save the file as UTF-8")
     if line.startswith(GZIP):
-        raise DataError(f"{origin}: not text but a gzip archive; unpack it first")
+        raise FileError(f"{origin}: not text but a gzip archive; unpack it first")
     try:
         text = line.removeprefix(codecs.BOM_UTF8).decode("utf-8").rstrip()
     except UnicodeDecodeError as error:
@@ -253,22 +299,21 @@ def parse_line(line: bytes, origin: str) -> Row:
     try:
         row = json.loads(text)
     except json.JSONDecodeError as error:
-        around = text[max(0, error.pos - 40) : error.pos + 20]
         hint = _hint(text, origin)
-        said = f"not valid JSON ({error.msg} at column {error.pos + 1}): {around!r}{hint}"
-        raise DataError(f"{origin}: {said}") from error
+        said = f"not valid JSON ({error.msg} at column {error.pos + 1}): {excerpt(text, error.pos)}{hint}"
+        raise (FileError if hint else DataError)(f"{origin}: {said}") from error
     except RecursionError:
         raise DataError(f"{origin}: not valid JSON that can be read: it is nested too deeply") from None
     if not isinstance(row, dict):
         hint = _hint(text, origin)
-        raise DataError(f'{origin}: a line must hold one JSON object such as {{"prompt": ...}}, not {row!r:.60}{hint}')
+        said = f'a line must hold one JSON object such as {{"prompt": ...}}, not {row!r:.60}{hint}'
+        raise (FileError if hint else DataError)(f"{origin}: {said}")
     if "\\ud" in text.lower():  # an escape that may be half of a surrogate pair, which could not be encoded later
         try:
             json.dumps(row, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError as error:
             half = error.object[error.start]
-            around = error.object[max(0, error.start - 40) : error.start + 20]
-            said = f"no valid Unicode: {half!r} is half of a surrogate pair, in {around!r}"
+            said = f"no valid Unicode: {half!r} is half of a surrogate pair, in {excerpt(error.object, error.start)}"
             raise DataError(f"{origin}: {said}") from None
     return row
 

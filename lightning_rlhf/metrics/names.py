@@ -180,6 +180,7 @@ METRICS: list[Metric] = [
        "the tokens of a probe (callback calibrate): same weights, so rounding only; the run ends above its limit.",
        verl="training/rollout_probs_diff_mean (of probabilities, on the rollout)"),
     _m("calibrate/logprob_abs_diff_max", "nats/token", "down", "max", "Largest difference of a probe token."),
+    _m("calibrate/k3_kl", "nats/token", "down", "tokens", "KL(engine || trainer) of the probe's tokens, estimator k3."),
     _m("calibrate/probs_diff_mean", "probability", "down", "tokens", "|trainer's - engine's probability| of the same "
        "tokens.", verl="training/rollout_probs_diff_mean (on the rollout)"),
     _m("calibrate/probs_diff_std", "probability", "down", "deviation", "Spread of that difference.",

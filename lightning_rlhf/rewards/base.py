@@ -127,10 +127,11 @@ def _call(name: str, reward: Reward, batch: RewardBatch) -> Any:
         if is_oom_error(error):  # the run repeats the work in smaller pieces, or says which key to lower
             raise
         found = _first_failing(reward, batch)
-        where = "for the batch as a whole, though for none of its rows alone" if found is None else f"for {found[0]}"
-        shown = error if found is None else found[1]
-        text = str(shown) if isinstance(shown, RewardError) else f"{type(shown).__name__}: {shown}"
-        failure = RewardError(f"reward term {name!r}: {text}, {where}")
+        if found is None:
+            where, shown, row = "for the batch as a whole, though for none of its rows alone", error, None
+        else:
+            where, shown, row = f"for {describe(batch, found[0])}", found[1], batch.rows[found[0]]
+        failure = RewardError(f"reward term {name!r}: {in_words(shown, row)}, {where}")
         failure.origin = "" if isinstance(shown, RewardError) else _origin(shown)
         raise failure from shown
     if inspect.isawaitable(result):
@@ -143,13 +144,28 @@ def _call(name: str, reward: Reward, batch: RewardBatch) -> Any:
     return result
 
 
-def _first_failing(reward: Reward, batch: RewardBatch) -> tuple[str, Exception] | None:
-    """The first row that raises an exception when scored alone, described in words, and the exception."""
+def in_words(error: Exception, row: Mapping[str, Any] | None) -> str:
+    """An exception of a term for a row; if a missing column may have caused it, with the columns that the row has."""
+    if isinstance(error, RewardError):
+        return str(error)
+    text = f"{type(error).__name__}: {error}"
+    if row is not None and isinstance(error, KeyError) and error.args and error.args[0] not in row:
+        text += f" (columns of the row: {columns(row)})"
+    return text
+
+
+def columns(row: Mapping[str, Any]) -> str:
+    """The names of a data row's own columns, sorted."""
+    return ", ".join(sorted(set(row) - {SOURCE_KEY, MESSAGES_KEY})) or "none"
+
+
+def _first_failing(reward: Reward, batch: RewardBatch) -> tuple[int, Exception] | None:
+    """The first row that raises an exception when scored alone, and the exception."""
     for i in range(len(batch)):
         try:
             reward(batch.only(i))
         except Exception as error:
-            return describe(batch, i), error
+            return i, error
     return None
 
 

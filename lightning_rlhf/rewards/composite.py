@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_rlhf.rewards.base import Reward, RewardBatch, RewardError, evaluate, origin
+from lightning_rlhf.faults import Faults
+from lightning_rlhf.rewards.base import Reward, RewardBatch, RewardError, evaluate, in_words, origin
 
 RESERVED = frozenset({"reward_mean", "response_length_mean", "truncated_fraction"})
 """Metric names that evaluation uses itself, beside those of the terms."""
@@ -79,17 +80,24 @@ class CompositeReward:
         """Check before training that every data row has what the terms need, such as an answer.
 
         Raises:
-            RewardError: a row cannot be scored; names the term, the row's place of origin and what is missing.
+            RewardError: rows cannot be scored; names the term, the rows' places of origin and what is missing.
         """
         checks = {name: getattr(term.reward, "check_row", None) for name, term in self.terms.items()}
+        faults = Faults()
+        cause: Exception | None = None
         for row in rows:
+            reasons = []
             for name, check in checks.items():
                 if check is not None:
                     try:
                         check(row)
                     except Exception as error:  # a user's term may raise anything
-                        text = str(error) if isinstance(error, RewardError) else f"{type(error).__name__}: {error}"
-                        raise RewardError(f"reward term {name!r}, {origin(row)}: {text}") from error
+                        reasons.append(f"reward term {name!r}, {origin(row)}: {in_words(error, row)}")
+                        cause = cause or error
+            if reasons:
+                faults.add("; ".join(reasons))
+        if faults:
+            raise RewardError(str(faults)) from cause
 
     def to(self, device: torch.device | str) -> CompositeReward:
         """Move reward models to ``device``."""

@@ -42,6 +42,8 @@ def test_numbers_worked_out_by_hand() -> None:
     gaps = [math.log(0.5 / 0.4), math.log(0.30 / 0.25)]
     assert numbers["calibrate/logprob_abs_diff_mean"] == pytest.approx(sum(gaps) / 2, rel=1e-6)
     assert numbers["calibrate/logprob_abs_diff_max"] == pytest.approx(max(gaps), rel=1e-6)
+    k3 = [0.5 / 0.4 - 1 - math.log(0.5 / 0.4), 0.25 / 0.3 - 1 - math.log(0.25 / 0.3)]
+    assert numbers["calibrate/k3_kl"] == pytest.approx(sum(k3) / 2, rel=1e-5)
     assert numbers["calibrate/probs_diff_mean"] == pytest.approx(0.075, rel=1e-5)
     assert numbers["calibrate/probs_diff_max"] == pytest.approx(0.1, rel=1e-5)
     assert numbers["calibrate/probs_diff_std"] == pytest.approx(0.05 / math.sqrt(2), rel=1e-5)
@@ -72,6 +74,30 @@ def test_a_probe_without_a_token_measures_nothing_and_the_next_iteration_probes_
     callback._first = True
     with pytest.raises(CalibrationError, match=r"is 1 nats, over the limit of 0\.001"):
         callback.on_rollout_start(nothing, module, prompts)
+
+
+def test_the_gap_is_said_at_the_first_probe_and_when_it_is_larger_than_twice_the_largest(caplog) -> None:
+    engine = SimpleNamespace(sampling=SimpleNamespace(truncated=False, temperature=1.0), describe=dict)
+    gaps = iter((1e-3, 1.5e-3, 5e-3, 6e-3))
+
+    def probe(prompts: object, *, max_new_tokens: int) -> tuple[SimpleNamespace, torch.Tensor]:
+        logprobs = torch.full((1, 2), -1.0, dtype=torch.float64)
+        mask = torch.tensor([[True, True]])
+        return SimpleNamespace(rollout_logprobs=logprobs, response_mask=mask), logprobs + next(gaps)
+
+    module: Any = SimpleNamespace(control=Control(), probe=probe, engine=engine)
+    module.actor, module.trainer = torch.nn.Linear(1, 1), SimpleNamespace(precision="32-true")
+    callback, prompts = Calibrate(every=1, limit=1.0), cast(Any, SimpleNamespace(first=lambda count: None))
+    with caplog.at_level("INFO"):
+        for iteration in range(1, 5):
+            module.control.begin_iteration(iteration)
+            callback.on_rollout_start(cast(Any, None), module, prompts)
+    assert [record.getMessage() for record in caplog.records if "engine and trainer" in record.getMessage()] == [
+        "callbacks.calibrate: iteration 1, first probe: engine and trainer differ by 0.001 nats per token (largest "
+        "0.001; k3 5e-07) at equal weights",
+        "callbacks.calibrate: iteration 3, largest gap so far: engine and trainer differ by 0.005 nats per token "
+        "(largest 0.005; k3 1.3e-05) at equal weights",
+    ]
 
 
 def test_pearson_against_torch() -> None:

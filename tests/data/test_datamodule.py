@@ -289,8 +289,8 @@ def test_repeated_prompts_are_said(tokenizer, caplog):
         assert len(data(tokenizer, rows(40) + rows(2)).train_prompts) == 42
         assert len(data(tokenizer, rows(7) + rows(7)).train_prompts) == 14
     assert "data.train: 2 of 42 rows repeat a prompt" in caplog.text
-    assert ": list:40 repeats list:0, list:41 repeats list:1\n" in caplog.text
-    assert "list:11 repeats list:4 and 2 more\n" in caplog.text
+    assert ": list:40 is list:0, list:41 is list:1\n" in caplog.text
+    assert "list:11 is list:4 and 2 more\n" in caplog.text
 
 
 def test_clean_data_gives_no_warning(tokenizer, caplog):

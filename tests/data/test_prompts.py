@@ -9,9 +9,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from lightning_rlhf.data.prompts import MESSAGES_KEY, PromptEncoder, collate
-from lightning_rlhf.data.sources import SOURCE_KEY, DataError
+from lightning_rlhf.data.sources import SOURCE_KEY, DataError, open_source, read_rows
 from lightning_rlhf.errors import SettingError
 from lightning_rlhf.experience import prompt_key
+from lightning_rlhf.faults import Faults
+from lightning_rlhf.models.tiny import character_tokenizer
 from lightning_rlhf.rewards import base as rewards_base
 
 TEMPLATE = (
@@ -253,6 +255,25 @@ def test_a_row_that_the_tokenizer_refuses_is_named_among_others():
     rows = [{"prompt": text, SOURCE_KEY: f"train.jsonl:{line}"} for line, text in enumerate(["ab", "b", "ac"], start=1)]
     with pytest.raises(DataError, match=r"train\.jsonl:3: the tokenizer refuses the prompt 'ac': .*WordLevel"):
         PromptEncoder(PreTrainedTokenizerFast(tokenizer_object=core)).encode(rows)
+
+
+def test_all_rows_at_fault_are_named_in_their_order_whatever_the_fault(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "ok"}\n{"prompt": " "}\n{"prompt": 1\n{"question": "x"}\n{"prompt": "ok"}\n[]\n')
+    faults = Faults()
+    with pytest.raises(DataError) as error:
+        PromptEncoder(toy_tokenizer()).encode(read_rows(open_source(path), faults), faults)
+    first, *lines = str(error.value).splitlines()
+    assert first == "4 rows cannot be used:"
+    reasons = ("the prompt is empty", "not valid JSON", "no prompt: the row has", "a line must hold one JSON object")
+    for line, number, reason in zip(lines, (2, 3, 4, 6), reasons, strict=True):
+        assert line.startswith(f"  {path}:{number}: {reason}")
+
+
+def test_all_rows_that_the_tokenizer_refuses_are_named():
+    rows = [{"prompt": text, SOURCE_KEY: f"a:{line}"} for line, text in enumerate(("1", "x", "2", "y+"), start=1)]
+    with pytest.raises(DataError, match=r"^2 rows .*\n  a:2: the model has no token for 'x'.*\n  a:4: .* for 'y'"):
+        PromptEncoder(character_tokenizer("12+")).encode(rows)
 
 
 def test_no_rows_and_a_limit_below_one_are_refused():

@@ -17,10 +17,12 @@ from lightning_rlhf.data.sources import (
     HFDatasetSource,
     JSONLSource,
     ParquetSource,
+    Sources,
     open_source,
     read_rows,
     resolve_path,
 )
+from lightning_rlhf.faults import Faults, excerpt
 from lightning_rlhf.rewards import base as rewards_base
 
 ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(5)]
@@ -96,8 +98,46 @@ def test_malformed_jsonl_line_is_named_with_file_line_column_and_text(tmp_path, 
 
 def test_the_text_around_a_mistake_far_behind_is_shown(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", '{"prompt": "' + "x" * 500 + '", answer: 1}')
-    with pytest.raises(DataError, match=r"at column 516\): 'x+\", answer: 1}'$"):
+    with pytest.raises(DataError, match=r"at column 516\): \.\.\.'x+\", answer: 1}'$"):
         list(JSONLSource(path))
+
+
+def test_an_excerpt_begins_at_a_word_and_says_where_it_is_cut():
+    text = '{"prompt": "How many apples are in seven baskets of twelve?", "answer": 84, "level" 3, "source": "a book"}'
+    assert excerpt(text, text.index("3,")) == """...'of twelve?", "answer": 84, "level" 3, "source": "a book'..."""
+    assert excerpt(text, 3) == """'{"prompt": "How many ap'..."""
+    assert excerpt("x" * 100, 99) == f"...{'x' * 41!r}"
+
+
+def test_every_line_at_fault_is_named_in_one_error(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", *['{"a"', '{"prompt": "1"}'] * 12, "17")
+    other = tmp_path / "b.jsonl"
+    other.write_bytes(gzip.compress(b"{}\n{}") + b"\n{}\n{}")
+    read = []
+    with pytest.raises(DataError) as error:
+        read.extend(JSONLSource(path))
+    assert read == [], "no row behind the first at fault"
+    lines = str(error.value).splitlines()
+    assert lines[0] == "13 rows cannot be used:" and lines[-1] == "  and 3 more" and len(lines) == 12
+    assert [line.split(": ")[0] for line in lines[1:-1]] == [f"  {path}:{number}" for number in range(1, 20, 2)]
+    with pytest.raises(DataError, match=r"^2 rows cannot be used:\n.*a\.jsonl:1: .*\n.*b\.jsonl:1: .* gzip archive"):
+        list(Sources([JSONLSource(path, limit=2), JSONLSource(other)]))
+
+
+def test_a_line_at_fault_counts_towards_the_limit(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", '{"prompt": "1"}', "{", '{"prompt": "2"}', "{")
+    assert without_source(JSONLSource(path, limit=1)) == [{"prompt": "1"}]
+    faults = Faults()
+    assert len(list(JSONLSource(path, limit=3).read(faults))) == 2 and faults.count == 1
+
+
+def test_a_subclass_that_changes_rows_is_read_through_its_own_iterator(tmp_path):
+    class Upper(JSONLSource):
+        def __iter__(self):
+            return ({**row, "prompt": row["prompt"].upper()} for row in super().__iter__())
+
+    path = write_jsonl(tmp_path / "a.jsonl", '{"prompt": "a"}')
+    assert [row["prompt"] for row in read_rows(Upper(path), Faults())] == ["A"]
 
 
 BYTES = {
@@ -258,10 +298,10 @@ def test_rows_of_a_users_own_source_get_a_place():
         def __iter__(self):
             yield from ROWS[:2]
 
-    assert [row[SOURCE_KEY] for row in read_rows(Mine())] == ["Mine:0", "Mine:1"]
-    assert next(iter(read_rows([{"prompt": "x", SOURCE_KEY: "there"}])))[SOURCE_KEY] == "there"
+    assert [row[SOURCE_KEY] for row in read_rows(Mine(), Faults())] == ["Mine:0", "Mine:1"]
+    assert next(iter(read_rows([{"prompt": "x", SOURCE_KEY: "there"}], Faults())))[SOURCE_KEY] == "there"
     with pytest.raises(DataError, match="list:0: a row must be a mapping of column names to values, not 'text'"):
-        list(read_rows(["text"]))
+        list(Sources([["text"]]))
 
 
 def test_resolve_path_expands_home_and_variables_and_starts_at_the_working_directory(tmp_path, monkeypatch):

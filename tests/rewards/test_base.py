@@ -98,6 +98,19 @@ def test_an_exception_names_term_row_and_response():
     assert isinstance(error.value.__cause__, ZeroDivisionError)
 
 
+def test_a_missing_column_is_answered_with_the_columns_there_are():
+    def mine(batch: RewardBatch) -> list[float]:
+        return [float(row["bonus"]) for row in batch.rows]
+
+    rows = [{"bonus": 1, "_source": "a:1"}, {"prompt": "x", "answer": "1", "_messages": [], "_source": "a:2"}]
+    given = batch("a", "b")
+    given.rows = rows
+    with pytest.raises(
+        RewardError, match=r"'mine': KeyError: 'bonus' \(columns of the row: answer, prompt\), for .*\(a:2,"
+    ):
+        evaluate("mine", mine, given)
+
+
 def test_an_exception_that_no_row_raises_alone_names_the_batch():
     def mine(batch: RewardBatch) -> list[float]:
         if len(batch) > 1:

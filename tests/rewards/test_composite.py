@@ -99,6 +99,23 @@ def test_rows_are_checked_before_training():
         reward.check_rows([{"answer": "many", "_source": "train.jsonl:3"}])
 
 
+def test_all_rows_that_cannot_be_scored_are_named_with_the_reasons_of_all_terms():
+    def check_row(row):
+        row["bonus"]
+
+    mine = lambda batch: [0.0] * len(batch)  # noqa: E731 (a function with an attribute)
+    mine.check_row = check_row
+    reward = CompositeReward({"numeric": {"reward": NumericMatch()}, "mine": {"reward": mine}})
+    with pytest.raises(RewardError) as error:
+        reward.check_rows([{"answer": i, "bonus": 1, "_source": f"a:{i}"} for i in (1, 2)] + [{"_source": "a:3"}] * 12)
+    first, *lines = str(error.value).splitlines()
+    assert first == "12 rows cannot be used:" and lines[-1] == "  and 2 more" and len(lines) == 11
+    assert lines[0] == (
+        "  reward term 'numeric', a:3: the row has no answer in 'answer' (columns: none); "
+        "reward term 'mine', a:3: KeyError: 'bonus' (columns of the row: none)"
+    )
+
+
 def test_to_moves_the_terms_that_can_move():
     class Movable:
         device = None
