@@ -144,10 +144,8 @@ def _train(arguments: list[str]) -> None:
         arguments, resumption = from_command(arguments, f"outputs/{name}" if name else None)
     if name and not any(word.startswith("hydra.run.dir=") for word in arguments):
         arguments = [f"hydra.run.dir=outputs/{name}", f"hydra.sweep.dir=multirun/{name}", *arguments]
-    # Hydra's parser reads no overrides after a flag that follows one: flags go first, the order is kept otherwise.
-    flags = [word for word in arguments if word.startswith("-") or not ("=" in word or word.startswith("~"))]
     try:
-        with _argv(["lightning-rlhf", *flags, *(word for word in arguments if word not in flags)]):
+        with _argv(["lightning-rlhf", *_flags_first(arguments)]):
             run()
     finally:
         from lightning_rlhf.runs.folder import remove_unused
@@ -156,6 +154,12 @@ def _train(arguments: list[str]) -> None:
     jobs.report()
     if refused:
         raise refused[0]
+
+
+def _flags_first(arguments: list[str]) -> list[str]:
+    """Hydra's parser reads no overrides after a flag that follows one; the order is kept otherwise."""
+    flags = [word for word in arguments if word.startswith("-") or not ("=" in word or word.startswith("~"))]
+    return [*flags, *(word for word in arguments if word not in flags)]
 
 
 FLAGS = {
