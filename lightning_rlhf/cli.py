@@ -104,7 +104,6 @@ def _train(arguments: list[str]) -> None:
 
     _refuse_words(arguments)
     refused: list[InputError | RunEnded] = []
-
     typed, resumption, jobs = arguments, None, Jobs(arguments)
 
     @hydra.main(version_base="1.3", config_path="pkg://lightning_rlhf.conf", config_name="train")
