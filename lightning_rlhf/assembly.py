@@ -21,7 +21,7 @@ from lightning.pytorch.loggers import Logger
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.accelerators.npu import trainer_objects
-from lightning_rlhf.checkpoint import RNGState, latest_valid, warn_about_model_checkpoint
+from lightning_rlhf.checkpoint import CheckpointError, RNGState, latest_valid, verify, warn_about_model_checkpoint
 from lightning_rlhf.checkpoint.files import is_sharded
 from lightning_rlhf.checkpoint.shards import read_checkpoint
 from lightning_rlhf.data import PromptDataModule, check_room
@@ -180,10 +180,14 @@ def find_checkpoint(where: str) -> Path:
     """The checkpoint that ``where`` names: itself, a folder of checkpoints, or a run's folder.
 
     Raises:
-        InputError: there is no whole checkpoint.
+        InputError: there is no whole checkpoint, or the file named is damaged.
     """
     path = Path(where).expanduser()
     if path.is_file() or is_sharded(path):
+        try:
+            verify(path)
+        except CheckpointError as error:
+            raise InputError(f"checkpoint = {where!r} is damaged or is none: {error}") from error
         return path
     found = newest_checkpoint(path) or latest_valid(path)
     if found is None:

@@ -175,8 +175,8 @@ def _refuse_words(arguments: list[str]) -> None:
     before = ""
     for word in arguments:
         flag = word.partition("=")[0]
-        if passwords.IN_ADDRESS.search(word):  # before Hydra saves the command line
-            raise InputError(f"{passwords.hidden(word)} is not allowed: {passwords.refused(flag)}")
+        if passwords.is_in(word):  # before Hydra saves the command line
+            raise InputError(f"{passwords.hidden_value(word)} is not allowed: {passwords.refused(flag)}")
         if word.startswith("-") and flag not in FLAGS:
             from lightning_rlhf.schema.shipped import shipped_keys
             from lightning_rlhf.schema.spelling import hint

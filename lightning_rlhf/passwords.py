@@ -6,23 +6,46 @@ import re
 from collections.abc import Iterator, Mapping
 from urllib.parse import unquote
 
-IN_ADDRESS = re.compile(r"(?<=://)([^/@\s:'\"]*):([^/@\s'\"]+)@")
-"""User and password of an address, anywhere in a text."""
+_NO_PORT = r"(?!\d*(?:[/?#\s]|$))"
+IN_ADDRESS = re.compile(rf"(?<=://)([^/@\s:'\"]*):{_NO_PORT}(\S+)@")
+"""User and password of an address, anywhere in a text; the password may hold slashes, quotes and at signs."""
+
+_WITH_BLANKS = re.compile(rf"(?<=://)([^/@\s:'\"]*):{_NO_PORT}(.+)@", re.DOTALL)
+"""The same in a value that is nothing but an address: the password may hold blanks, too."""
+
+_TOKEN = re.compile(r"(https?://)[^/@\s:?#]+@")
+"""A token in place of a user name."""
+
+_IN_QUERY = re.compile(r"([?&;](?:ssl)?(?:password|passwd|pwd|token|access_token|api_key)=)[^&;\s'\"]+", re.IGNORECASE)
+"""A password among the parameters of an address."""
 
 
 def hidden(text: str) -> str:
     """The text with its passwords as ``***``."""
-    return IN_ADDRESS.sub(r"\1:***@", text)
+    text = IN_ADDRESS.sub(r"\1:***@", text)
+    return _IN_QUERY.sub(r"\1***", _TOKEN.sub(r"\1***@", text)) if "://" in text else text
+
+
+def is_in(value: str) -> bool:
+    """Whether a value, or an override that sets one, has a password in an address."""
+    return hidden_value(value) != value
+
+
+def hidden_value(value: str) -> str:
+    """The value with its passwords as ``***``."""
+    return hidden(_WITH_BLANKS.sub(r"\1:***@", value))
 
 
 def without(address: str) -> str:
     """The address without its password, to be saved or logged. A web address loses the user name as well."""
-    return IN_ADDRESS.sub("" if address.startswith("http") else r"\1@", address)
+    if address.startswith("http"):
+        address = _TOKEN.sub(r"\1", _WITH_BLANKS.sub("", address))
+    return hidden(_WITH_BLANKS.sub(r"\1@", address))
 
 
 def credentials(address: str) -> tuple[str, str] | None:
     """User and password of an address."""
-    found = IN_ADDRESS.search(address)
+    found = _WITH_BLANKS.search(address)
     return None if found is None else (unquote(found[1]), unquote(found[2]))
 
 
@@ -32,8 +55,8 @@ def keys_with(config: Mapping[str, object], prefix: str = "") -> Iterator[tuple[
         key = f"{prefix}{name}"
         if isinstance(value, Mapping):
             yield from keys_with(value, f"{key}.")
-        elif IN_ADDRESS.search(str(value)):
-            yield key, hidden(str(value))
+        elif is_in(str(value)):
+            yield key, hidden_value(str(value))
 
 
 def refused(key: str) -> str:

@@ -175,6 +175,8 @@ class OptimizerSettings:
     final_lr_fraction: float = 0.1
 
     def __post_init__(self) -> None:
+        if not isinstance(self.betas, (list, tuple)):
+            raise SettingError("module.optimizer.betas", self.betas, "two numbers in [0, 1)")
         object.__setattr__(self, "betas", tuple(self.betas))
         if len(self.betas) != 2 or not all(is_number(beta) and 0 <= beta < 1 for beta in self.betas):
             raise SettingError("module.optimizer.betas", self.betas, "two numbers in [0, 1)")

@@ -47,6 +47,31 @@ def test_an_address_is_written_without_its_password() -> None:
     assert "heim" not in in_a_line(RuntimeError(f"API request to {web}/api failed"))
 
 
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://u:ab/s3cret@host",
+        "http://u:a s3cret@host",
+        "http://u:a's3cret@host",
+        "http://u:ab@s3cret@host",
+        "http://:s3cret@host",
+        "https://s3cret@host/p",
+        "postgresql://u@h/db?password=s3cret",
+        "postgresql://u@h/db?x=1&sslpassword=s3cret&y=2",
+    ],
+)
+def test_every_form_of_a_password_is_seen_and_hidden(address: str) -> None:
+    word = f"logger.mlflow.tracking_uri={address}"
+    assert passwords.is_in(word) and [key for key, _ in passwords.keys_with({"a": {"b": address}})] == ["a.b"]
+    for text in (passwords.hidden_value(word), passwords.without(address)):
+        assert "s3cret" not in text and ("host" in text or "u@h/db" in text)
+
+
+def test_addresses_without_a_password_are_let_through() -> None:
+    for value in ("http://h:5000/p@v2", "file:///a/b@c:d", "s3://bucket/x:y@z", "package://x/y@1", "a@b:c", "seed=1"):
+        assert not passwords.is_in(value), value
+
+
 def test_a_password_in_a_configuration_is_refused(compose) -> None:
     with pytest.raises(schema.ConfigError) as caught:
         schema.check(compose("logger=mlflow", f'logger.mlflow.tracking_uri="http://me:{SECRET}@h"'))

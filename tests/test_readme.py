@@ -17,12 +17,19 @@ from lightning_rlhf import schema
 from lightning_rlhf.accelerators import npu
 from lightning_rlhf.experience import MiniBatch
 from lightning_rlhf.functional.losses import PolicyLoss
+from lightning_rlhf.metrics import names
 from lightning_rlhf.ppo import PPOModule
 from lightning_rlhf.rewards import RewardBatch
 from tests.support import fit, tiny_module
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.fixture(autouse=True)
+def own_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The examples of the docs register metrics, which other tests must not find."""
+    monkeypatch.setattr(names, "METRICS", list(names.METRICS))
 
 
 def blocks(language: str, page: Path) -> list[str]:

@@ -445,3 +445,33 @@ def test_each_start_is_recorded(project: Path) -> None:
     assert second["typed"] == ["resume=run", "iterations=2"] and second["changes"] == {"iterations": ["1", "2"]}
     assert OmegaConf.load("run/.hydra/start_2/config.yaml").iterations == 2
     assert OmegaConf.load("run/.hydra/config.yaml").iterations == 1
+
+
+def test_a_damaged_or_broken_checkpoint_that_is_named_is_used_by_nothing(
+    project: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """One bit of a weight turned on disk: no verb goes on with it. NaN in a weight: it is not exported."""
+    assert train(*TINY, "logger=none", "iterations=2", "hydra.run.dir=run") == 0
+    newest = latest_valid(project / "run" / "checkpoints")
+    assert newest is not None
+    weight = torch.load(newest, weights_only=True)["state_dict"]["actor.lm.model.embed_tokens.weight"]
+    bytes_of_weight, content = weight.contiguous().numpy().tobytes(), bytearray(newest.read_bytes())
+    at = content.find(bytes_of_weight)
+    assert at > 0
+    content[at + 3] ^= 0x40
+    damaged = project / "damaged.ckpt"
+    damaged.write_bytes(content)
+    capsys.readouterr()
+    for words in (
+        ["eval", f"checkpoint={damaged}"],
+        ["export", f"checkpoint={damaged}", "output=model"],
+        ["train", f"resume={damaged}", "iterations=4"],
+    ):
+        assert cli.main(words) == 2, words
+        assert "checksum" in capsys.readouterr().err
+    saved = torch.load(newest, weights_only=True)
+    saved["state_dict"]["actor.lm.model.embed_tokens.weight"][0, 0] = float("nan")
+    torch.save(saved, newest)
+    assert cli.main(["export", f"checkpoint={newest}", "output=model"]) == 2
+    assert "hold NaN or infinity, lm.model.embed_tokens.weight first" in capsys.readouterr().err
+    assert not (project / "model").exists()
