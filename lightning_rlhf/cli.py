@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from lightning_rlhf import __version__, passwords
-from lightning_rlhf.errors import InputError, RunEnded
+from lightning_rlhf.errors import InputError, RunEnded, SettingError
 from lightning_rlhf.help import help_text
 from lightning_rlhf.quiet import log_once, quiet, quiet_libraries
 from lightning_rlhf.schema.shipped import groups
@@ -65,10 +65,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(verb: Callable[[list[str]], None], arguments: list[str], full_errors: bool) -> int:
     from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
 
     try:
         verb(arguments)
-    except (InputError, HydraException) as error:
+    except (InputError, HydraException, OmegaConfBaseException) as error:
         if full_errors:
             traceback.print_exc()
         from lightning_rlhf.schema.error_screen import one_screen
@@ -300,6 +301,8 @@ def _told(folder: str | None = None) -> Iterator[None]:
             again = f"once there are servers again, resume={folder} goes on from {found.name}" if found else ""
             lines.append(again or "there is no checkpoint yet to go on from")
         raise RunEnded("\n".join(lines)) from error
+    except SettingError as error:  # found where the model or the machine is known
+        raise InputError(str(error)) from error
     except Exception as error:
         short = in_short(error)
         if short is None:

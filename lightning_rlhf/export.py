@@ -65,12 +65,7 @@ def export_checkpoint(
         actor = make(config["model"]["policy"] | {"critic": "none"}, loaded=loaded).actor
     prefix = "actor."
     weights = {k.removeprefix(prefix): v for k, v in saved["state_dict"].items() if k.startswith(prefix)}
-    broken = sorted(name for name, weight in weights.items() if not weight.isfinite().all())
-    if broken:
-        raise InputError(
-            f"checkpoint = {str(going_on.checkpoint)!r} is not exported: {len(broken)} of its weights hold NaN or "
-            f"infinity, {broken[0]} first; name an earlier checkpoint"
-        )
+    _refuse_broken(weights, going_on.checkpoint)
     actor.load_state_dict(weights)
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = target.parent / f".{target.name}.{secrets.token_hex(4)}"
@@ -88,6 +83,16 @@ def export_checkpoint(
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return target
+
+
+def _refuse_broken(weights: Mapping[str, Tensor], checkpoint: Path) -> None:
+    """Weights with NaN or infinity answer nothing."""
+    broken = sorted(name for name, weight in weights.items() if not weight.isfinite().all())
+    if broken:
+        raise InputError(
+            f"checkpoint = {str(checkpoint)!r} is not exported: {len(broken)} of its weights hold NaN or infinity, "
+            f"{broken[0]} first; name an earlier checkpoint"
+        )
 
 
 def _base_model(config: Mapping[str, Any]) -> LoadedModel:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lightning_rlhf.errors import SettingError
 from lightning_rlhf.experience import PromptBatch, Rollout
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def bind(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stop_token_ids
     """Read model and tokenizer.
 
     Raises:
-        ValueError: a stop token lies outside the vocabulary.
+        SettingError: a stop token lies outside the vocabulary.
     """
     lm = unwrapped(lm)
     config = lm.config.get_text_config()
@@ -49,9 +50,7 @@ def bind(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stop_token_ids
     asked = list(stop_token_ids)
     for token in asked:
         if not (isinstance(token, int) and 0 <= token < vocabulary):
-            raise ValueError(
-                f"rollout.stop_token_ids holds {token!r}, which is not allowed: ids from 0 to {vocabulary - 1}"
-            )
+            raise SettingError("rollout.stop_token_ids", asked, f"token ids from 0 to {vocabulary - 1}, not {token!r}")
     generation = getattr(lm, "generation_config", None)
     stop_ids = sorted({i for i in end_tokens(lm, tokenizer) if 0 <= i < vocabulary} | set(asked))
     pads = (tokenizer.pad_token_id, *stop_ids)
@@ -81,10 +80,10 @@ def stop_ids_setting(value: Any) -> list[int]:
     """The setting ``rollout.stop_token_ids`` as a list.
 
     Raises:
-        ValueError: it is neither a list nor null.
+        SettingError: it is neither a list nor null.
     """
     if isinstance(value, (str, int)):
-        raise ValueError(f"rollout.stop_token_ids = {value!r} is not allowed: a list of token ids, or null")
+        raise SettingError("rollout.stop_token_ids", value, "a list of token ids, or null")
     return list(value or ())
 
 

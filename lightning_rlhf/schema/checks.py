@@ -206,6 +206,8 @@ def numbers(config: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem(key, value, "a whole number >= 1" + (", or null" if key in optional else ""))
     if config.get("unsupported_precision", "replace") not in ("replace", "refuse"):
         yield Problem("unsupported_precision", config["unsupported_precision"], "replace or refuse")
+    if not isinstance(config.get("output_dir"), str):
+        yield Problem("output_dir", config.get("output_dir"), "the path of a folder")
     branch = config.get("branch")
     if branch is not None and (config.get("resume") is None or not isinstance(branch, bool)):
         yield Problem("branch", branch, "true, false or null together with resume, null without")

@@ -10,7 +10,7 @@ from typing import Any
 from lightning_rlhf.errors import Problem
 from lightning_rlhf.kinds import wrong_kind
 from lightning_rlhf.schema.locate import locate, parameters_of
-from lightning_rlhf.schema.shipped import flatten, known_at_the_top, shipped_keys
+from lightning_rlhf.schema.shipped import flatten, known_at_the_top, shipped_keys, train_file
 from lightning_rlhf.schema.signatures import declared
 from lightning_rlhf.schema.spelling import hint
 
@@ -33,8 +33,11 @@ MIXIN_SETTINGS = {
 
 
 def top_level(config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Top-level keys that are not in train.yaml or its groups."""
+    """Top-level keys that are not in train.yaml or its groups, and keys of train.yaml that were taken out."""
     known = known_at_the_top()
+    for name in train_file():
+        if name not in ("defaults", "hydra", *config):
+            yield Problem(name, None, "a value: the run needs this key, which was taken out")
     for name, value in config.items():
         if name in known:
             continue

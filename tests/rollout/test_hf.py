@@ -376,7 +376,7 @@ def test_lora_adapters_act(
     [
         ({"temperature": 0}, "rollout.temperature = 0 is not allowed"),
         ({"stop_token_ids": 5}, "rollout.stop_token_ids = 5 is not allowed: a list"),
-        ({"stop_token_ids": [50]}, "rollout.stop_token_ids holds 50, which is not allowed: ids from 0 to 49"),
+        ({"stop_token_ids": [50]}, r"rollout.stop_token_ids = \[50\] is not allowed: token ids from 0 to 49, not 50"),
         ({"max_batch_tokens": 0}, "rollout.max_batch_tokens = 0 is not allowed"),
     ],
 )
