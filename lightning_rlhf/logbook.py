@@ -147,6 +147,7 @@ class Logbook:
 def _more(verb: str, listed: Sequence[object]) -> str:
     """Where to find the decisions that are no longer printed; ``listed``: the loggers that have them."""
     places = [f"counted in stability/{STABILITY_COUNTS[verb]}"] if verb in STABILITY_COUNTS else []
-    files = dict.fromkeys(getattr(logger, "decisions_place", "decisions.jsonl") for logger in listed)
+    named = [getattr(logger, "decisions_place", "decisions.jsonl") for logger in listed]
+    files = dict.fromkeys(place for place in named if isinstance(place, str))
     places += [f"listed in {' and in '.join(files)}"] if files else []
     return "  more of this kind are not printed" + (f", but {' and '.join(places)}" if places else "")

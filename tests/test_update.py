@@ -14,6 +14,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning_rlhf.callbacks import RLHFCallback
 from lightning_rlhf.experience import Experience
 from lightning_rlhf.gradients import clip_gradients, gradient_norms
+from lightning_rlhf.logbook import _more
 from lightning_rlhf.minibatches import MinibatchPlan
 from lightning_rlhf.ppo import PPOModule
 from lightning_rlhf.snapshot import Snapshot
@@ -376,3 +377,9 @@ def test_snapshot_returns_to_an_optimiser_that_had_not_stepped() -> None:
     snapshot.restore(optimizer)
     assert not optimizer.state
     assert same(before, dict(policy.actor.named_parameters()))
+
+
+def test_a_logger_with_any_attribute_names_no_file_of_decisions() -> None:
+    """Lightning's DummyLogger (``fast_dev_run``) answers every attribute with a function."""
+    said = _more("stop_epochs", [DummyLogger()])
+    assert said == "  more of this kind are not printed, but counted in stability/epochs_stopped"
