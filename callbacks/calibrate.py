@@ -74,8 +74,8 @@ class Calibrate(RLHFCallback):
         gap = numbers["calibrate/logprob_abs_diff_mean"]
         if self._first or gap > 2 * self._said:
             log.info(
-                "callbacks.calibrate: iteration %d, %s: engine and trainer differ by %.2g nats per token (largest "
-                "%.2g; k3 %.2g) at equal weights",
+                "iteration %d, %s: engine and trainer differ by\n"
+                "  %.2g nats per token at equal weights (largest %.2g; k3 %.2g)",
                 module.control.iteration,
                 "first probe" if self._first else "largest gap so far",
                 gap,
