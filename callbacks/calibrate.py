@@ -74,7 +74,7 @@ class Calibrate(RLHFCallback):
         gap = numbers["calibrate/logprob_abs_diff_mean"]
         if self._first or gap > 2 * self._said:
             log.info(
-                "iteration %d, %s: engine and trainer differ by\n"
+                "calibrate, iteration %d (%s): engine and trainer differ by\n"
                 "  %.2g nats per token at equal weights (largest %.2g; k3 %.2g)",
                 module.control.iteration,
                 "first probe" if self._first else "largest gap so far",

@@ -93,9 +93,9 @@ def test_the_gap_is_said_at_the_first_probe_and_when_it_is_larger_than_twice_the
             module.control.begin_iteration(iteration)
             callback.on_rollout_start(cast(Any, None), module, prompts)
     assert [record.getMessage() for record in caplog.records if "engine and trainer" in record.getMessage()] == [
-        "iteration 1, first probe: engine and trainer differ by\n"
+        "calibrate, iteration 1 (first probe): engine and trainer differ by\n"
         "  0.001 nats per token at equal weights (largest 0.001; k3 5e-07)",
-        "iteration 3, largest gap so far: engine and trainer differ by\n"
+        "calibrate, iteration 3 (largest gap so far): engine and trainer differ by\n"
         "  0.005 nats per token at equal weights (largest 0.005; k3 1.3e-05)",
     ]
 
