@@ -10,6 +10,7 @@ import codecs
 import glob
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
@@ -38,12 +39,12 @@ class FileError(DataError):
     """A file that is not what it should be; its further lines say nothing more."""
 
 
-class RowReader:
+class RowReader(ABC):
     """A source whose rows may each be at fault."""
 
+    @abstractmethod
     def read(self, faults: Faults) -> Iterator[Row]:
         """The rows that can be read; the others are added to ``faults``."""
-        raise NotImplementedError
 
     def __iter__(self) -> Iterator[Row]:
         """The rows up to the first at fault.
