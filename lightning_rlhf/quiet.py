@@ -21,10 +21,15 @@ LOG_MESSAGES = (
     "Restored all states from the checkpoint at",
     # The whole run is one epoch; `iterations` is its length.
     "`Trainer.fit` stopped: `max_epochs=1` reached",
+    # Once per user, when matplotlib makes its cache.
+    "generated new fontManager",
 )
 """Beginnings of log records."""
 
-LOGGERS = ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch.trainer.connectors.checkpoint_connector")
+LOGGERS = (
+    *("lightning.pytorch.utilities.rank_zero", "lightning.pytorch.trainer.connectors.checkpoint_connector"),
+    "matplotlib.font_manager",
+)
 
 WARNINGS = (
     # Lightning's own use of a PyTorch function.

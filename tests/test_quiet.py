@@ -11,12 +11,14 @@ import pytest
 from lightning_rlhf import quiet
 
 
-def test_listed_log_records_are_dropped_and_others_are_not(caplog):
-    log = logging.getLogger(quiet.LOGGERS[0])
+@pytest.mark.parametrize("name", quiet.LOGGERS)
+def test_listed_log_records_are_dropped_and_others_are_not(name, caplog):
+    log = logging.getLogger(name)
     with caplog.at_level(logging.INFO):
         with quiet.quiet():
             log.info("GPU available: False, used: False")
             log.info("GPU available: True, used: False")
+            log.info("generated new fontManager")
         log.info("💡 Tip: afterwards")
     assert [record.getMessage()[:19] for record in caplog.records] == ["GPU available: True", "💡 Tip: afterwards"]
 
