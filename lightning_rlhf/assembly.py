@@ -142,10 +142,10 @@ def make_trainer(config: Mapping[str, Any], *, train: bool = True) -> Trainer:
         for name, block in (config["callbacks"] or {}).items():
             if block is not None:
                 with building(f"callbacks.{name}"):
-                    callbacks.append(make(block))
+                    callbacks.append(_one(Callback, make(block)))
         for name, block in blocks_of(config.get("logger")).items():
             with building(f"logger.{name}"):
-                loggers.append(make(block))
+                loggers.append(_one(Logger, make(block)))
     warn_about_model_checkpoint(callbacks)
     settings: dict[str, Any] = {
         name: value for name, value in config["trainer"].items() if name not in NOT_HANDED_OVER["trainer"]
@@ -174,6 +174,13 @@ def make_trainer(config: Mapping[str, Any], *, train: bool = True) -> Trainer:
             use_distributed_sampler=False,
             enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
         )
+
+
+def _one(kind: type, built: Any) -> Any:
+    """What a block has built, if it is of the kind that Lightning takes there."""
+    if not isinstance(built, kind):
+        raise ValueError(f"{type(built).__module__}.{type(built).__name__} is no {kind.__module__}.{kind.__name__}")
+    return built
 
 
 def find_checkpoint(where: str) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 import traceback
@@ -106,12 +107,14 @@ def _train(arguments: list[str]) -> None:
     _refuse_words(arguments)
     refused: list[InputError | RunEnded] = []
     typed, resumption, jobs = arguments, None, Jobs(arguments)
+    begun: list[bool] = []
 
     @hydra.main(version_base="1.3", config_path="pkg://lightning_rlhf.conf", config_name="train")
     def run(config: DictConfig) -> Any:
         from lightning_rlhf.runs.recompose import Composition
         from lightning_rlhf.schema import first_look
 
+        begun.append(True)
         # Undoes hydra.job.chdir=true: relative paths of data and models start at the folder of the command.
         os.chdir(hydra.utils.get_original_cwd())
         composition = Composition.of_command(typed).of_job()
@@ -145,7 +148,7 @@ def _train(arguments: list[str]) -> None:
     if name and not any(word.startswith("hydra.run.dir=") for word in arguments):
         arguments = [f"hydra.run.dir=outputs/{name}", f"hydra.sweep.dir=multirun/{name}", *arguments]
     try:
-        with _argv(["lightning-rlhf", *_flags_first(arguments)]):
+        with _argv(["lightning-rlhf", *_flags_first(arguments)]), _folder_made(begun):
             run()
     finally:
         from lightning_rlhf.runs.folder import remove_unused
@@ -194,6 +197,10 @@ def _refuse_words(arguments: list[str]) -> None:
             raise InputError(f"{word!r} is not allowed: settings are written key=value, without blanks")
         before = word
         group, _, option = word.partition("=")
+        if word.startswith("="):
+            raise InputError(f"{word!r} is not allowed: settings are written key=value")
+        if re.fullmatch(r"-?[\d.]+|true|false", option) and group in groups():  # Hydra takes names only
+            raise InputError(f"there is no {word}; options of {group}: {', '.join(groups()[group])}")
         if option == "null" and group in groups():
             off = f"{group}=none" if "none" in groups()[group] else f"one of {', '.join(groups()[group])}"
             raise InputError(f"{word} is not allowed: {group} is a group of files; {off}")
@@ -308,6 +315,19 @@ def _told(folder: str | None = None) -> Iterator[None]:
         if short is None:
             raise
         raise RunEnded("\n".join([f"FAILED: {short}", *getattr(error, "__notes__", [])])) from error
+
+
+@contextmanager
+def _folder_made(begun: Sequence[bool]) -> Iterator[None]:
+    """Say so if Hydra cannot make the folder, which it does before the run begins (``begun`` is empty)."""
+    from hydra.errors import HydraException
+
+    try:
+        yield
+    except OSError as error:
+        if begun or isinstance(error, HydraException):  # some of Hydra's errors are OSErrors, too
+            raise
+        raise InputError(f"the run's folder cannot be made: {error}") from error
 
 
 @contextmanager

@@ -1,34 +1,61 @@
-"""Whether a value fits a type annotation of numbers, whole numbers or booleans; other annotations accept anything."""
+"""Whether a value fits a type annotation of numbers, booleans, texts, lists or blocks; others accept anything."""
 
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
-ALLOWED = {"int": "a whole number", "float": "a finite number", "bool": "true or false"}
+ALLOWED = {
+    "int": "a whole number",
+    "float": "a finite number",
+    "bool": "true or false",
+    "str": "a text",
+    "Path": "a text",
+    "Sequence": "a list",
+    "list": "a list",
+    "Mapping": "a block {name: value}",
+    "dict": "a block {name: value}",
+}
 
 
 def wrong_kind(value: Any, annotation: str | None) -> str | None:
     """What is allowed, if ``value`` does not fit; ``None`` if it fits or the annotation is not a simple one.
 
+    What lists and blocks hold is not looked at.
+
     Args:
         value: from a configuration.
-        annotation: as written in the source, such as ``float | None``.
+        annotation: as written in the source, such as ``float | None`` or ``Mapping[str, float] | None``.
     """
-    kinds = [part.strip() for part in (annotation or "").split("|")]
-    if not set(kinds) <= {*ALLOWED, "str", "None"} or kinds == [""]:
+    kinds = _kinds(annotation or "")
+    if not kinds or not kinds <= {*ALLOWED, "None"}:
         return None
-    optional = "None" in kinds
-    names = [ALLOWED[kind] for kind in kinds if kind in ALLOWED]
+    if isinstance(value, dict) and "_target_" in value:
+        return None  # whatever this builds
+    if _fits(value, kinds):
+        return None
+    names = dict.fromkeys(text for kind, text in ALLOWED.items() if kind in kinds)
+    return " or ".join(names) + (", or null" if "None" in kinds else "")
+
+
+def _kinds(annotation: str) -> set[str]:
+    """The types of a union, without what is in their brackets."""
+    while (shorter := re.sub(r"\[[^\[\]]*\]", "", annotation)) != annotation:
+        annotation = shorter
+    return {part.strip() for part in annotation.split("|")} - {""}
+
+
+def _fits(value: Any, kinds: set[str]) -> bool:
     if value is None:
-        fits = optional
-    elif "str" in kinds:
-        fits = not isinstance(value, (dict, list))
-    elif isinstance(value, bool):
-        fits = "bool" in kinds
-    else:
-        whole = isinstance(value, int) and bool({"int", "float"} & set(kinds))
-        fits = whole or (isinstance(value, float) and "float" in kinds and math.isfinite(value))
-    if fits:
-        return None
-    return " or ".join(names or ["a text"]) + (", or null" if optional else "")
+        return "None" in kinds
+    if isinstance(value, dict):
+        return bool({"Mapping", "dict"} & kinds)
+    if isinstance(value, (list, tuple)):
+        return bool({"Sequence", "list"} & kinds)
+    if {"str", "Path"} & kinds:
+        return True  # a number that is written as a text
+    if isinstance(value, bool):
+        return "bool" in kinds
+    whole = isinstance(value, int) and bool({"int", "float"} & kinds)
+    return whole or (isinstance(value, float) and "float" in kinds and math.isfinite(value))

@@ -8,6 +8,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from lightning_rlhf.bounds import bounded
 from lightning_rlhf.models.loading import DTYPES, LoadedModel, isolated_rng
 
 PAD, EOS, BOS = "<pad>", "<eos>", "<bos>"
@@ -48,6 +49,7 @@ def build_tiny(
     """
     if dtype not in DTYPES:
         raise ValueError(f"model dtype = {dtype!r} is not allowed: one of {', '.join(DTYPES)}")
+    bounded("model.source", at_least=1, whole=True, hidden_size=hidden_size, layers=layers, max_positions=max_positions)
     key_value_heads = heads if key_value_heads is None else key_value_heads
     if heads < 1 or hidden_size % heads or (hidden_size // heads) % 2:
         raise ValueError(f"model heads = {heads} must divide hidden_size = {hidden_size} into even head sizes")
@@ -89,6 +91,8 @@ def character_tokenizer(
 
     Ids: padding 0, end 1, start 2 if ``add_bos``, then the characters in the order given.
     """
+    if not isinstance(vocabulary, Sequence):
+        raise ValueError(f"model vocabulary = {vocabulary!r} is not allowed: a text or list of different characters")
     characters = list(vocabulary)
     wrong = [entry for entry in characters if len(entry) != 1]
     repeated = sorted({entry for entry in characters if characters.count(entry) > 1})

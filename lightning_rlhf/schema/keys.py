@@ -10,7 +10,7 @@ from typing import Any
 from lightning_rlhf.errors import Problem
 from lightning_rlhf.kinds import wrong_kind
 from lightning_rlhf.schema.locate import locate, parameters_of
-from lightning_rlhf.schema.shipped import flatten, known_at_the_top, shipped_keys, train_file
+from lightning_rlhf.schema.shipped import flatten, groups, known_at_the_top, shipped_keys, train_file
 from lightning_rlhf.schema.signatures import declared
 from lightning_rlhf.schema.spelling import hint
 
@@ -32,12 +32,20 @@ MIXIN_SETTINGS = {
 """Blocks of ``module`` that belong to a mixin, and their settings classes; null or absent switches the mixin off."""
 
 
+NEEDED_GROUPS = ("module", "model", "data", "reward", "rollout", "callbacks", "trainer", "logger")
+"""Groups of which a run needs a file, be it an empty one."""
+
+
 def top_level(config: Mapping[str, Any]) -> Iterator[Problem]:
     """Top-level keys that are not in train.yaml or its groups, and keys of train.yaml that were taken out."""
     known = known_at_the_top()
     for name in train_file():
         if name not in ("defaults", "hydra", *config):
             yield Problem(name, None, "a value: the run needs this key, which was taken out")
+    for name in NEEDED_GROUPS:
+        if name not in config:
+            off = f"; {name}=none is a run without" if "none" in groups()[name] else ""
+            yield Problem(name, None, f"one of {', '.join(groups()[name])}: the group was taken out{off}")
     for name, value in config.items():
         if name in known:
             continue

@@ -50,4 +50,7 @@ def parameters_of(target: Any) -> dict[str, inspect.Parameter]:
         found = {p.name: p for p in named} | found
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             return found
-    return dict(inspect.signature(target).parameters)  # not a class, or every class in the MRO has **kwargs
+    try:
+        return dict(inspect.signature(target).parameters)  # not a class, or every class in the MRO has **kwargs
+    except ValueError:  # of a type written in C: anything may be handed over
+        return {"arguments": inspect.Parameter("arguments", inspect.Parameter.VAR_KEYWORD)}

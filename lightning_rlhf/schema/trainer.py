@@ -47,6 +47,9 @@ def wrong_trainer_options(trainer: Mapping[str, Any]) -> Iterator[SettingError]:
     for name, acting in REFUSED_TRAINER_OPTIONS.items():
         if name in trainer:
             yield SettingError(f"trainer.{name}", trainer[name], f"not used here: {acting}")
+    precision = trainer.get("precision")
+    if str(precision).partition("-")[0] == "64":
+        yield SettingError("trainer.precision", precision, "at most 32-true: log-probabilities and losses are float32")
     yield from _processes(trainer)
     yield from wrong_options(trainer)
     if trainer.get("accelerator") == "npu":

@@ -175,7 +175,7 @@ BAD = {
     "arguments of Ray that are a number": (
         ["trainer=ray", "trainer.ray.init=3"],
         "trainer.ray.init",
-        "a block or null",
+        "a block {name: value}, or null",
     ),
     "devices beside workers": (["trainer=ray", "trainer.devices=2"], "trainer.devices", "trainer.ray.workers"),
     "device that Ray is not told of": (["trainer=ray", "trainer.accelerator=auto"], "trainer.accelerator", "cpu, gpu"),
