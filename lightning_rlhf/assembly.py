@@ -30,6 +30,7 @@ from lightning_rlhf.module import ActorCriticModule
 from lightning_rlhf.quiet import quiet_loading
 from lightning_rlhf.reporting import blocks_of
 from lightning_rlhf.reporting.progress import ProgressLines
+from lightning_rlhf.rollout import RolloutEngine
 from lightning_rlhf.runs.folder import kept_elsewhere
 from lightning_rlhf.schema import NOT_HANDED_OVER, InputError
 from lightning_rlhf.schema.locate import locate
@@ -71,6 +72,7 @@ def assemble(config: dict[str, Any], *, warm_up: bool = True) -> Parts:
         datamodule.setup("fit")
     with building("rollout"):
         engine = make(config["rollout"])
+        check_members(engine)
     with building("data"):
         check_lengths(config, datamodule, engine)
     with building("reward"):
@@ -107,6 +109,17 @@ def open_source(block: Mapping[str, Any]) -> tuple[Callable[[], LoadedModel], Pr
         return load, tokenizer
     loaded = make(block)
     return lambda: loaded, loaded.tokenizer
+
+
+def check_members(engine: Any) -> None:
+    """Refuse an engine that lacks what is asked of every engine."""
+    members = [*RolloutEngine.__annotations__, *(name for name in vars(RolloutEngine) if not name.startswith("_"))]
+    missing = [name for name in members if name not in dir(engine)]
+    if missing:
+        raise ValueError(
+            f"{type(engine).__name__} lacks {', '.join(missing)}; a subclass of lightning_rlhf.rollout.BaseEngine has "
+            "all but setup, generate, update_weights, describe and close"
+        )
 
 
 def check_lengths(config: Mapping[str, Any], datamodule: PromptDataModule, engine: Any) -> None:

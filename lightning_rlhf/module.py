@@ -112,6 +112,8 @@ class ActorCriticModule(LightningModule):
         """The resolved configuration as plain containers; travels in the checkpoint."""
         self.warm_up: dict[str, float] | None = None
         """What was trained before PPO: supervised steps, peak learning rate, last loss; travels in the checkpoint."""
+        self.evaluated: tuple[int, dict[str, float]] | None = None
+        """The last evaluation on the held-out prompts: after which iteration, and its metrics."""
         self._rollouts = RolloutSource(self)
         self._evaluation = Evaluation(self, self._rollouts)
         self._update_loop = UpdateLoop(self)
@@ -264,7 +266,9 @@ class ActorCriticModule(LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Log the means over all prompts of all ranks."""
-        self.log_dict(self._evaluation.finish())
+        numbers = self._evaluation.finish()
+        self.log_dict(numbers)
+        self.evaluated = self.control.iteration, numbers
 
     # --- optimiser -----------------------------------------------------------------------------------------------
 

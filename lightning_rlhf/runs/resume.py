@@ -389,6 +389,7 @@ def from_command(words: Sequence[str], shared: str | None = None) -> tuple[list[
         kept.append(f"hydra.run.dir={quoted(resumption.run)}")
     kept.append("hydra.output_subdir=null")  # keep the files that Hydra wrote at the first start
     command = folder_of_command(resumption.run, resumption.outputs)
-    if command is not None and str(command) not in sys.path:
-        sys.path.append(str(command))  # to import classes from the folder where the run was started
+    if command is not None:
+        # Classes come from the folder where the run was started, whatever lies in the current one under their names.
+        sys.path[:] = [str(command), *(entry for entry in sys.path if entry != str(command))]
     return kept, resumption

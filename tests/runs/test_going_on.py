@@ -1,7 +1,8 @@
-"""The printed command to resume, and a run whose checkpoints are outside of its folder."""
+"""What a run that goes on needs: the command, its checkpoints, its code, its last evaluation, an engine."""
 
 from __future__ import annotations
 
+import csv
 import json
 import shlex
 import sys
@@ -95,3 +96,39 @@ def test_a_run_with_checkpoints_outside_of_its_folder_is_found(project: Path, ca
     assert "data.validation = null: the run holds no prompt out" in said and "data.validation=FILE" in said
     assert cli.main(["eval", "checkpoint=run", "data.validation=prompts.jsonl"]) == 0
     assert "eval/reward_mean" in capsys.readouterr().out
+
+
+def test_classes_come_from_the_folder_where_the_run_was_started(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Not from a file of the same name in the folder of the command that resumes."""
+    own = ["+reward.terms.own.reward._target_=own_reward_of_a_run.score", "+reward.terms.own.weight=1"]
+    for folder, score in ((project, 1.0), (tmp_path / "elsewhere", 777.0)):
+        folder.mkdir(exist_ok=True)
+        code = f"def score(batch):\n    return [{score}] * len(batch)\n"
+        (folder / "own_reward_of_a_run.py").write_text(code, encoding="utf-8")
+    assert cli.main(["train", *TINY, *own, "iterations=1", "hydra.run.dir=run"]) == 0
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.delitem(sys.modules, "own_reward_of_a_run")
+    capsys.readouterr()
+    assert cli.main(["train", f"resume={project}/run", "iterations=3"]) == 0
+    assert "reward 1.000" in capsys.readouterr().out
+
+
+def test_a_training_that_ends_with_an_evaluation_is_not_evaluated_again(project: Path) -> None:
+    validation = ["data.validation=prompts.jsonl", "evaluate_every=2", "iterations=4"]
+    assert cli.main(["train", *TINY, *validation, "logger=csv", "hydra.run.dir=run"]) == 0
+    [path] = (project / "run").rglob("metrics.csv")
+    with path.open(encoding="utf-8", newline="") as file:
+        steps = [row["step"] for row in csv.DictReader(file) if row["eval/reward_mean"]]
+    assert steps == ["0", "2", "4"]
+
+
+def test_an_engine_that_lacks_something_is_told_what(project: Path, capsys: pytest.CaptureFixture) -> None:
+    code = "class Bare:\n    def __init__(self, samples=1, max_new_tokens=5):\n        self.reports_logprobs = False\n"
+    (project / "bare_engine.py").write_text(code, encoding="utf-8")
+    words = [word for word in TINY if not word.startswith("rollout.")]
+    assert cli.main(["train", *words, "~rollout", "+rollout._target_=bare_engine.Bare"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("rollout: Bare lacks sampling, ahead, max_model_len, shares_weights, positions, setup,")
+    assert "lightning_rlhf.rollout.BaseEngine" in error
