@@ -15,6 +15,7 @@ from lightning_rlhf.experience import Experience, PromptBatch, Rollout
 from lightning_rlhf.memory import memory_policy
 from lightning_rlhf.metrics.batch import MetricBatch
 from lightning_rlhf.models.sharding import gathered, is_sharded
+from lightning_rlhf.rewards.termination import classify
 from lightning_rlhf.rollout import AheadRollouts
 from lightning_rlhf.rollout.binding import check_finite
 from lightning_rlhf.rollout.in_parts import generate_in_parts
@@ -150,16 +151,25 @@ class RolloutSource:
     def _request(self, prompts: PromptBatch, greedy: bool = False) -> Callable[[], Rollout]:
         """A call of the engine that may run later with the settings of now; in parts if memory requires."""
         module = self.module
+        limit = int(module.control.value("max_new_tokens"))
         draw = partial(
             module.engine.generate,
             samples=1 if greedy else module.engine.sampling.samples,
-            max_new_tokens=int(module.control.value("max_new_tokens")),
+            max_new_tokens=limit,
             seed=module.seed,
             greedy=greedy,
         )
         policy, pad_id = memory_policy(module.trainer), module.tokenizer.pad_token_id or 0
-        return partial(generate_in_parts, draw, prompts, policy, module.control, pad_id)
+        whole = partial(generate_in_parts, draw, prompts, policy, module.control, pad_id)
+        return partial(_finished, whole, limit, module.settings.termination.min_tokens)
 
     def _too_stale(self, rollout: Rollout) -> bool:
         limit = self.module.engine.ahead.max_staleness
         return limit is not None and bool((self.staleness(rollout) > limit).any())
+
+
+def _finished(generate: Callable[[], Rollout], limit: int, min_tokens: int) -> Rollout:
+    """A rollout with the length limit it was drawn under, and its early responses told from the natural ones."""
+    rollout = classify(generate(), min_tokens)
+    rollout.max_new_tokens = torch.full_like(rollout.finish, limit)
+    return rollout

@@ -31,6 +31,7 @@ from lightning_rlhf.module_checkpoint import ModuleState
 from lightning_rlhf.objective import micro_batch_loss
 from lightning_rlhf.optimizer import default_group, make_optimizer, set_rates, take_settings
 from lightning_rlhf.rewards import CompositeReward
+from lightning_rlhf.rewards.termination import drop_early
 from lightning_rlhf.rollout import RolloutEngine
 from lightning_rlhf.rollout.binding import end_tokens
 from lightning_rlhf.scoring import compute_advantages, score_experience, score_rewards
@@ -62,7 +63,7 @@ class ActorCriticModule(LightningModule):
         reward: scores them.
         iterations: length of the run; the learning-rate schedule ends there.
         seed: of generation and of the minibatch permutations.
-        update, advantage, reward_processing, loss, kl, actor, critic, optimizer: blocks of settings, each a mapping
+        update, advantage, termination, reward_processing, loss, kl, actor, critic, optimizer: blocks of settings, each a mapping
             or the dataclass of the same meaning in :mod:`lightning_rlhf.settings`.
 
     Raises:
@@ -79,6 +80,7 @@ class ActorCriticModule(LightningModule):
         seed: int = 1,
         update: Mapping[str, Any] | None = None,
         advantage: Mapping[str, Any] | None = None,
+        termination: Mapping[str, Any] | None = None,
         reward_processing: Mapping[str, Any] | None = None,
         loss: Mapping[str, Any] | None = None,
         kl: Mapping[str, Any] | None = None,
@@ -91,6 +93,7 @@ class ActorCriticModule(LightningModule):
         self.settings = PPOSettings.from_blocks(
             update=update,
             advantage=advantage,
+            termination=termination,
             reward_processing=reward_processing,
             loss=loss,
             kl=kl,
@@ -200,6 +203,7 @@ class ActorCriticModule(LightningModule):
             experience = together(scored)
         with log.timed("score"):
             self._score(experience)
+            drop_early(experience, self.settings.termination)
             metrics = self.prepare_experience(experience) or MetricBatch()
             emit(self, "on_experience_scored", experience)
             agree_on_fields(experience)

@@ -24,6 +24,7 @@ def combinations(config: Mapping[str, Any]) -> Iterator[Problem]:
     yield from _sizes(config, settings, batch)
     yield from _processes(config, batch)
     yield from _estimator(config, settings, batch)
+    yield from _termination(config, settings)
     yield from _corrections(config)
 
 
@@ -80,10 +81,19 @@ def _estimator(config: Mapping[str, Any], settings: PPOSettings, batch: BatchSiz
     if advantage.estimator in ("grpo", "rloo") and batch.samples < 2:
         needs = f"at least 2: {advantage.estimator} compares the answers to one prompt"
         yield Problem("rollout.samples", batch.samples, needs)
-    if advantage.bootstrap_truncated and advantage.estimator != "gae":
-        yield Problem("module.advantage.bootstrap_truncated", True, "false, or the estimator gae with its critic")
     if settings.kl.coefficient > 0 and get(config, "model.policy.reference") == "none":
         yield Problem("module.kl.coefficient", settings.kl.coefficient, "0 without model.policy.reference")
+
+
+def _termination(config: Mapping[str, Any], settings: PPOSettings) -> Iterator[Problem]:
+    """Check that truncated responses have the critic that values them, or a penalty within the length limit."""
+    chosen, limit = settings.termination, get(config, "rollout.max_new_tokens")
+    if chosen.truncated == "bootstrap" and settings.advantage.estimator != "gae":
+        allowed = "keep, penalty, drop_reward or soft_overlong, or the estimator gae with its critic"
+        yield Problem("module.termination.truncated", "bootstrap", allowed)
+    if chosen.truncated == "soft_overlong" and isinstance(limit, int) and chosen.overlong_cache > max(limit, 1):
+        allowed = f"at most rollout.max_new_tokens = {limit} tokens, or a share of it below 1"
+        yield Problem("module.termination.overlong_cache", chosen.overlong_cache, allowed)
 
 
 def _corrections(config: Mapping[str, Any]) -> Iterator[Problem]:
