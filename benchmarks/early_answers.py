@@ -1,11 +1,11 @@
 """A learned habit of answering nothing, with and without a penalty for early ends: three figures of docs/concepts.md.
 
-The quickstart's random model learns on two-digit sums to write, three times out of four, a single ``=`` and the end token in
-place of the answer. The reward then only punishes wrong numbers (0 for a right one and for none, -1 for a wrong one), as one
-for harmlessness does, so that saying nothing is safe. PPO runs once without a penalty and once with
+The quickstart's random model learns on two-digit sums to write, three times out of four, a single ``=`` and the end
+token in place of the answer. The reward then only punishes wrong numbers (0 for a right one and for none, -1 for a
+wrong one), as one for harmlessness does, so that saying nothing is safe. PPO runs once without a penalty and once with
 ``module.termination.early=penalty``.
 
-    python benchmarks/early_answers.py            # about half a minute on one core
+    python benchmarks/early_answers.py            # under a minute on one core
 
 The figures are ``response/early_fraction`` of the samples: before any update, and in the last iteration of each run.
 """
@@ -33,9 +33,9 @@ from lightning_rlhf.experience import Finish
 
 CLAIM = "lightning_rlhf.rewards.RegexMatch"
 OVERRIDES = (
-    *("model=tiny", "data=jsonl", "reward=exact_match", "callbacks=none", "logger=none", "iterations=12"),
-    *("data.prompts_per_iteration=128", "module.update.minibatch_size=64", "data.validation_limit=1"),
-    *("warmup=sft", "warmup.steps=400", "warmup.lr=2e-3", "warmup.answer_field={answer: 0.25, silent: 0.75}"),
+    *("model=tiny", "data=jsonl", "reward=exact_match", "callbacks=none", "logger=none", "iterations=10"),
+    *("data.prompts_per_iteration=96", "module.update.minibatch_size=48", "data.validation_limit=1"),
+    *("warmup=sft", "warmup.steps=300", "warmup.lr=2e-3", "warmup.answer_field={answer: 0.25, silent: 0.75}"),
     # An answer that matches earns 1, and every number costs 1: only a wrong number loses anything.
     f"+reward.terms.claim={{weight: -1.0, reward: {{_target_: {CLAIM}, pattern: '[0-9]', mode: search}}}}",
     *("module.termination.min_tokens=2", "module.kl.coefficient=0", "trainer.enable_progress_bar=false"),

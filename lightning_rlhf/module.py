@@ -63,8 +63,8 @@ class ActorCriticModule(LightningModule):
         reward: scores them.
         iterations: length of the run; the learning-rate schedule ends there.
         seed: of generation and of the minibatch permutations.
-        update, advantage, termination, reward_processing, loss, kl, actor, critic, optimizer: blocks of settings, each a mapping
-            or the dataclass of the same meaning in :mod:`lightning_rlhf.settings`.
+        update, advantage, termination, reward_processing, loss, kl, actor, critic, optimizer: blocks of settings, each
+            a mapping or the dataclass of the same meaning in :mod:`lightning_rlhf.settings`.
 
     Raises:
         SettingError: a setting is unknown or out of range.

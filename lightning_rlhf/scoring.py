@@ -217,8 +217,8 @@ def process_scores(
 ) -> Tensor:
     """Clip the sequence rewards ``[B]``, add the penalties of termination, and normalise over ``rows``.
 
-    A penalty is added after clipping, so that no clip can cancel it, and before the z-score, which sees it. A row without a
-    score is in no statistic and has the reward 0. KL penalties are not touched.
+    A penalty is added after clipping, so that no clip can cancel it, and before the z-score, which sees it. A row
+    without a score is in no statistic and has the reward 0. KL penalties are not touched.
     """
     if settings.clip is not None:
         scores = scores.clamp(-settings.clip, settings.clip)

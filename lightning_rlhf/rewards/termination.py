@@ -1,8 +1,8 @@
 """How responses end: naturally, too early or at the length limit, and what that does to their rewards.
 
 The choices of ``module.termination`` act at two places of an iteration. Dropped responses leave the loss mask before
-mixins and advantages see it (:func:`drop_early`); so they are in no statistic of rewards, groups, advantages, importance
-weights or loss. Penalties and taken rewards change the reward of a sequence (:func:`reward_changes`).
+mixins and advantages see it (:func:`drop_early`); so they are in no statistic of rewards, groups, advantages,
+importance weights or loss. Penalties and taken rewards change the reward of a sequence (:func:`reward_changes`).
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from lightning_rlhf.experience import Experience, Finish, Rollout
 from lightning_rlhf.metrics.batch import MetricBatch
 from lightning_rlhf.metrics.moments import RunningMoments
 from lightning_rlhf.mixins.rollout_correction import bypass
+from lightning_rlhf.rewards import RewardBatch
 from lightning_rlhf.rewards.termination import classify, drop_early, soft_overlong_penalty
 from lightning_rlhf.rollout import HFEngine
 from lightning_rlhf.scoring import compute_advantages
@@ -113,9 +114,12 @@ def test_the_module_tells_early_responses_whatever_the_engine() -> None:
     """Every third token ends a response here, so most are early with min_tokens 3; rewards see it, too."""
     seen: list[Finish] = []
     recorder = Recorder()
-    module = tiny_module(
-        iterations=1, reward=lambda batch: seen.extend(batch.finish) or [0.0] * len(batch), termination={"min_tokens": 3}
-    )
+
+    def look(batch: RewardBatch) -> list[float]:
+        seen.extend(batch.finish)
+        return [0.0] * len(batch)
+
+    module = tiny_module(iterations=1, reward=look, termination={"min_tokens": 3})
     module.engine = HFEngine(samples=2, max_new_tokens=6, stop_token_ids=[3, 6, 9, 12])
     numbers = fit(module, [recorder]).callback_metrics
     [rollout] = recorder.of("on_rollout_end")
@@ -168,7 +172,7 @@ def test_the_token_rewards_of_gae(choice: str) -> None:
     """With lambda 0 and values of 0 an advantage is the token's own reward, and the bootstrap after the last one."""
     experience = three(values=torch.zeros(3, 4, dtype=F64))
     advantages_of(experience, CHOICES[choice], beta=0.5, advantage={"gae_lambda": 0.0})
-    rewards, returns = (torch.tensor(part, dtype=F64) for part in GAE[choice])
+    returns = torch.tensor(GAE[choice][1], dtype=F64)
     expected = returns - torch.cat([returns[:, 1:], returns.new_zeros(3, 1)], 1)
     if choice == "early drop":
         expected[1] = 0.0

@@ -153,7 +153,11 @@ BAD = {
         "module.termination.overlong_cache",
         "at most rollout.max_new_tokens = 5",
     ),
-    "half a token of a cache": (["module.termination.overlong_cache=1.5"], "module.termination.overlong_cache", "whole"),
+    "half a token of a cache": (
+        ["module.termination.overlong_cache=1.5"],
+        "module.termination.overlong_cache",
+        "whole",
+    ),
     "unknown end": (["module.termination.early=dorp"], "module.termination.early", "did you mean 'drop'?"),
     "a penalty that rewards": (["module.termination.early_penalty=2"], "module.termination.early_penalty", "< 0"),
     "KL without reference": (["model.policy.reference=none"], "module.kl.coefficient", "model.policy.reference"),

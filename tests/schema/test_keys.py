@@ -77,7 +77,10 @@ RUN: dict[str, Change | str] = {
     "module.advantage.normalise_std": ("false", GRPO),
     "module.termination.min_tokens": ("3", ["module.termination.early=penalty"]),
     "module.termination.early": "penalty",
-    "module.termination.early_penalty": ("-1.0", ["module.termination.early=penalty"]),
+    "module.termination.early_penalty": (
+        "-1.0",
+        ["module.termination.early=penalty", "module.termination.min_tokens=3"],
+    ),
     "module.termination.truncated": "bootstrap",
     "module.termination.truncated_penalty": ("-1.0", ["module.termination.truncated=penalty"]),
     "module.termination.overlong_cache": ("0.9", ["module.termination.truncated=soft_overlong"]),
