@@ -34,6 +34,19 @@ class Finish(IntEnum):
     TRUNCATED = 2
 
 
+class Safety(IntEnum):
+    """What a safety filter made of a response.
+
+    ``REDRAWN``: an earlier draw was unsafe, this one is not. ``UNSAFE``: it is, and so were all draws before it.
+    ``REPLACED``: the configured reply stands in its place.
+    """
+
+    SAFE = 0
+    REDRAWN = 1
+    UNSAFE = 2
+    REPLACED = 3
+
+
 @dataclass
 class PromptBatch:
     """Prompts as they leave the data module; the rollout engine pads them.
@@ -100,6 +113,7 @@ class Rollout:
         prompt_key: stable hash of each row's prompt.
         max_new_tokens: ``[B]`` int64, the length limit in force when the row was drawn; ``None`` if it was drawn by
             calling the engine itself.
+        safety: ``[B]`` int64, values of :class:`Safety`; ``None`` without a safety filter.
     """
 
     prompt_ids: Tensor
@@ -113,6 +127,7 @@ class Rollout:
     group: Tensor
     prompt_key: list[str]
     max_new_tokens: Tensor | None = None
+    safety: Tensor | None = None
 
     def __len__(self) -> int:
         return self.prompt_ids.shape[0]
@@ -213,6 +228,7 @@ class Experience(Rollout):
         old_logprobs: ``[B, R]`` log-probabilities under the policy before the update.
         ref_logprobs: ``[B, R]`` log-probabilities under the reference model.
         entropy: ``[B, R]`` entropy (nats) of the policy before the update.
+        penalty: ``[B]`` float32, added to the score beside the penalties of termination (safety filter).
         reward_override: ``[B, R]`` float32; where not NaN it replaces the token's reward, after normalisation and the
             KL penalty, before advantages.
         values: ``[B, R]`` value of the state in which token ``t`` was chosen.
@@ -228,6 +244,7 @@ class Experience(Rollout):
     scores: Tensor | None = None
     components: dict[str, Tensor] = field(default_factory=dict)
     rewards: Tensor | None = None
+    penalty: Tensor | None = None
     reward_override: Tensor | None = None
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None

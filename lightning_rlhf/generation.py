@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.distributed.processes import together
-from lightning_rlhf.experience import Experience, PromptBatch, Rollout
+from lightning_rlhf.experience import Experience, PromptBatch, Rollout, Safety
 from lightning_rlhf.memory import memory_policy
 from lightning_rlhf.metrics.batch import MetricBatch
 from lightning_rlhf.models.sharding import gathered, is_sharded
@@ -19,7 +19,8 @@ from lightning_rlhf.rewards.termination import classify
 from lightning_rlhf.rollout import AheadRollouts
 from lightning_rlhf.rollout.binding import check_finite
 from lightning_rlhf.rollout.in_parts import generate_in_parts
-from lightning_rlhf.scoring import score_experience
+from lightning_rlhf.scoring import response_texts, score_experience
+from lightning_rlhf.screening import screened
 
 if TYPE_CHECKING:
     from lightning_rlhf.module import ActorCriticModule
@@ -61,7 +62,8 @@ class RolloutSource:
             FloatingPointError: a token has no finite log-probability and the module does not handle that.
         """
         if not self.module.accepts_missing_logprobs:
-            check_finite(rollout)
+            replaced = None if rollout.safety is None else rollout.safety == Safety.REPLACED
+            check_finite(rollout if replaced is None else rollout.select((~replaced).nonzero().flatten()))
         return rollout
 
     def weights(self) -> AbstractContextManager[None]:
@@ -96,7 +98,8 @@ class RolloutSource:
         ahead = self.module.engine.ahead
         rollout = self._ahead.take(prompts)
         if rollout is not None:
-            rollout = None if self._too_stale(rollout) else self.checked(rollout)
+            usable = not self._too_stale(rollout) and self._screened_as_configured(rollout)
+            rollout = self.checked(rollout) if usable else None
         self.drawn_late = rollout is None and ahead.lag > 0
         if rollout is None:
             rollout = self.generate(prompts)
@@ -151,17 +154,23 @@ class RolloutSource:
     def _request(self, prompts: PromptBatch, greedy: bool = False) -> Callable[[], Rollout]:
         """A call of the engine that may run later with the settings of now; in parts if memory requires."""
         module = self.module
-        limit = int(module.control.value("max_new_tokens"))
-        draw = partial(
-            module.engine.generate,
-            samples=1 if greedy else module.engine.sampling.samples,
-            max_new_tokens=limit,
-            seed=module.seed,
-            greedy=greedy,
-        )
+        limit, samples = int(module.control.value("max_new_tokens")), 1 if greedy else module.engine.sampling.samples
         policy, pad_id = memory_policy(module.trainer), module.tokenizer.pad_token_id or 0
-        whole = partial(generate_in_parts, draw, prompts, policy, module.control, pad_id)
+
+        def drawn(asked: PromptBatch, samples: int, seed: int) -> Rollout:
+            one = partial(module.engine.generate, samples=samples, max_new_tokens=limit, seed=seed, greedy=greedy)
+            return generate_in_parts(one, asked, policy, module.control, pad_id)
+
+        whole = partial(drawn, prompts, samples, module.seed)
+        if module.safety is not None and not greedy:  # held-out answers are measured as they are
+            texts, reply = partial(response_texts, module.tokenizer, end_ids=module.end_ids), module.safe_reply
+            fixed: dict[str, Any] = {"seed": module.seed, "pad_id": pad_id, "reply": reply}
+            whole = partial(screened, drawn, prompts, samples, module.safety, texts, **fixed)
         return partial(_finished, whole, limit, module.settings.termination.min_tokens)
+
+    def _screened_as_configured(self, rollout: Rollout) -> bool:
+        """Whether a rollout from a checkpoint went through a safety filter exactly where this run has one."""
+        return (rollout.safety is None) == (self.module.safety is None)
 
     def _too_stale(self, rollout: Rollout) -> bool:
         limit = self.module.engine.ahead.max_staleness

@@ -65,6 +65,13 @@ def score_rewards(
     return experience
 
 
+def response_texts(tokenizer: PreTrainedTokenizerBase, rollout: Rollout, end_ids: Collection[int] = ()) -> list[str]:
+    """The text of each response, see :func:`as_written`."""
+    lengths = rollout.response_lengths.tolist()
+    ids = [row[:length] for row, length in zip(rollout.response_ids.tolist(), lengths, strict=True)]
+    return as_written(tokenizer, ids, end_ids)
+
+
 def as_written(tokenizer: PreTrainedTokenizerBase, ids: list[list[int]], end_ids: Collection[int] = ()) -> list[str]:
     """The text of each response without trailing end and padding tokens; nothing else is removed or cleaned up.
 
@@ -158,6 +165,8 @@ def compute_advantages(
         metrics.mean("reward/termination_penalty", changes.penalty)
     if settings.termination.early == "drop":
         metrics.mean("response/dropped_fraction", (experience.finish == Finish.EARLY).float())
+    if experience.penalty is not None:
+        changes = changes.plus(experience.penalty)
     scores = experience.require("scores")
     experience.rewards = process_scores(scores, rows, settings.reward_processing, moments, changes)
     penalty, kl = beta if settings.kl.placement == "reward" else 0.0, None

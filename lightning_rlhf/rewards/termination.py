@@ -48,6 +48,10 @@ class RewardChanges(NamedTuple):
     penalty: Tensor | None = None
     without: Tensor | None = None
 
+    def plus(self, penalty: Tensor) -> RewardChanges:
+        """With a further penalty ``[B]``."""
+        return self._replace(penalty=penalty if self.penalty is None else self.penalty + penalty)
+
 
 def reward_changes(experience: Experience, settings: TerminationSettings) -> RewardChanges:
     """The penalties and lost scores of all rows; penalties of several kinds add up."""

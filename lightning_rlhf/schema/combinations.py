@@ -26,6 +26,7 @@ def combinations(config: Mapping[str, Any]) -> Iterator[Problem]:
     yield from _estimator(config, settings, batch)
     yield from _termination(config, settings)
     yield from _corrections(config)
+    yield from _safety(config)
 
 
 def _sizes(config: Mapping[str, Any], settings: PPOSettings, batch: BatchSizes) -> Iterator[Problem]:
@@ -107,3 +108,11 @@ def _corrections(config: Mapping[str, Any]) -> Iterator[Problem]:
             "null with module.alp.ratio = unified: the ratio perturbed current / engine contains the correction, "
             "weights on top would count the gap twice; module.alp.ratio=decoupled uses weights",
         )
+
+
+def _safety(config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Check that nothing asks for engine log-probabilities of replies that no engine has drawn."""
+    readers = [name for name in ("rollout_correction", "alp") if get(config, f"module.{name}") is not None]
+    if get(config, "module.safety.train_replaced") is True and readers:
+        allowed = f"false with module.{readers[0]}: a reply was not drawn, and has no log-probability of the engine"
+        yield Problem("module.safety.train_replaced", True, allowed)
