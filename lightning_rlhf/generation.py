@@ -98,7 +98,7 @@ class RolloutSource:
         ahead = self.module.engine.ahead
         rollout = self._ahead.take(prompts)
         if rollout is not None:
-            usable = not self._too_stale(rollout) and self._screened_as_configured(rollout)
+            usable = not self._too_stale(rollout) and self._complete(rollout)
             rollout = self.checked(rollout) if usable else None
         self.drawn_late = rollout is None and ahead.lag > 0
         if rollout is None:
@@ -168,9 +168,9 @@ class RolloutSource:
             whole = partial(screened, drawn, prompts, samples, module.safety, texts, **fixed)
         return partial(_finished, whole, limit, module.settings.termination.min_tokens)
 
-    def _screened_as_configured(self, rollout: Rollout) -> bool:
-        """Whether a rollout from a checkpoint went through a safety filter exactly where this run has one."""
-        return (rollout.safety is None) == (self.module.safety is None)
+    def _complete(self, rollout: Rollout) -> bool:
+        """Whether a rollout from a checkpoint knows its length limit, and was filtered exactly if this run filters."""
+        return rollout.max_new_tokens is not None and (rollout.safety is None) == (self.module.safety is None)
 
     def _too_stale(self, rollout: Rollout) -> bool:
         limit = self.module.engine.ahead.max_staleness

@@ -12,6 +12,7 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 
 from lightning_rlhf import schema
 from lightning_rlhf.callbacks import SamplesTable
+from lightning_rlhf.checkpoint import IterationCheckpoint, RNGState
 from lightning_rlhf.errors import ConfigError, SettingError
 from lightning_rlhf.experience import Safety
 from lightning_rlhf.models import build_tiny
@@ -47,9 +48,8 @@ def classifier_folder(folder: Path) -> str:
         length = int(torch.randint(1, 9, (1,), generator=generator))
         others = torch.randint(9, (32, length), generator=generator).tolist()
         texts = ["".join("012345689"[digit] for digit in row) for row in others]
-        texts = [
-            f"7{text[1:]}" if n % 4 == 1 else f"{text[:-1]}7" if n % 4 == 3 else text for n, text in enumerate(texts)
-        ]
+        texts[1::4] = [f"7{text[1:]}" for text in texts[1::4]]
+        texts[3::4] = [f"{text[:-1]}7" for text in texts[3::4]]
         ids = torch.tensor(tiny.tokenizer(texts, add_special_tokens=False)["input_ids"])
         loss = torch.nn.functional.cross_entropy(model(input_ids=ids).logits, torch.arange(32) % 2)
         loss.backward()
@@ -282,6 +282,19 @@ def lagging() -> Any:
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_resumed_run_goes_on_alike(tmp_path: Path, ahead: bool) -> None:
     resume_equals_whole(tmp_path, list, lagging if ahead else lambda: tiny_module(iterations=4, safety=ODD))
+
+
+def test_a_rollout_that_was_drawn_ahead_without_the_filter_is_drawn_again(tmp_path: Path) -> None:
+    """The filter was switched on for a branch of the run."""
+    bare = lagging()
+    bare.safety = None
+    checkpoint = IterationCheckpoint(str(tmp_path), every_n_iterations=2, keep=None)
+    fit(bare, [RNGState(), checkpoint], folder=tmp_path, enable_checkpointing=True)
+    recorder, filtered = Recorder(), lagging()
+    fit(filtered, [RNGState(), recorder], folder=tmp_path, resume=tmp_path / "iteration_000002.ckpt")
+    third, fourth = recorder.of("on_rollout_end")
+    assert third.safety is not None and third.policy_version.unique().tolist() == [2]
+    assert fourth.policy_version.unique().tolist() == [2]
 
 
 def two(rank: int) -> tuple[dict[str, float], list[float]]:
