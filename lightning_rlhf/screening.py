@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,7 +69,7 @@ def screened(
 def put(rollout: Rollout, rows: Tensor, fresh: Rollout, pad_id: int) -> Rollout:
     """The rollout with the responses of ``fresh`` in the given rows."""
     width = max(rollout.response_ids.shape[1], fresh.response_ids.shape[1])
-    changes: dict[str, Tensor] = {}
+    changes: dict[str, Any] = {}
     for f in fields(Rollout):
         old, new = getattr(rollout, f.name), getattr(fresh, f.name)
         if f.name in OF_THE_PROMPT or not isinstance(old, Tensor):
