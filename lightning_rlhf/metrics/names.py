@@ -14,6 +14,7 @@ from functools import cache
 from typing import Literal, get_args
 
 from lightning_rlhf.metrics.names_rollout_corr import ROLLOUT_CORR
+from lightning_rlhf.metrics.names_safety import SAFETY
 
 Better = Literal["up", "down", "neither"]
 
@@ -166,13 +167,6 @@ METRICS: list[Metric] = [
        "`module.termination.min_tokens` tokens before their end token."),
     _m("response/dropped_fraction", "share", "down", "sequences", "Share of sequences that ended early and were left "
        "out of all statistics and the loss; logged with `module.termination.early=drop`."),
-    _m("safety/flagged_fraction", "share", "down", "sequences", "Share of sequences whose first draw was unsafe; this "
-       "metric and the next three are logged with `module.safety`."),
-    _m("safety/redrawn_fraction", "share", "neither", "sequences", "Share of sequences that a later draw made safe."),
-    _m("safety/replaced_fraction", "share", "neither", "sequences", "Share of sequences with the configured reply in "
-       "place of an unsafe response."),
-    _m("safety/unsafe_fraction", "share", "down", "sequences", "Share of sequences that are unsafe after the last "
-       "draw: left out of the loss (`discard_resample`) or penalised (`penalise`)."),
     _m("prompt/length_mean", "tokens", "neither", "sequences", "Tokens of a prompt.", verl="prompt_length/mean"),
     _m("tokens/rejected_fraction", "share", "down", "tokens", "Share of generated tokens that rejection took out of "
        "the loss, those of dropped sequences included."),
@@ -280,7 +274,7 @@ METRICS: list[Metric] = [
        "truncated_fraction, of greedy answers to the held-out prompts.", verl="val-core/<source>/<variable>/mean@N"),
 ]
 # fmt: on
-METRICS += [Metric(*row) for row in ROLLOUT_CORR]
+METRICS += [Metric(*row) for row in (*ROLLOUT_CORR, *SAFETY)]
 
 
 class MetricError(ValueError):
