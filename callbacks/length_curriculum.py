@@ -22,7 +22,8 @@ class LengthCurriculum(RLHFCallback):
     """Owner of the knob ``max_new_tokens``: linear growth from ``start`` to ``rollout.max_new_tokens``.
 
     Early in training every token adds to the KL of its sequence; short responses bound that KL. A limit that
-    truncates answers would teach to write truncated ones, so it grows faster if it does.
+    truncates answers would teach to write truncated ones, so it grows faster if it does. The soft overlong penalty
+    (``module.termination.truncated=soft_overlong``) follows: its L_max is the limit that a response was drawn under.
 
     Args:
         start: the limit in the first iteration: tokens (a whole number), or a share of the full length (below 1).

@@ -11,7 +11,7 @@ from lightning import Trainer
 from lightning_rlhf.callbacks.base import RLHFCallback
 from lightning_rlhf.callbacks.checks import bounded
 from lightning_rlhf.events import ExperienceStats
-from lightning_rlhf.experience import Experience, Finish
+from lightning_rlhf.experience import Experience, Finish, Safety
 from lightning_rlhf.files import write_whole
 from lightning_rlhf.module import ActorCriticModule
 from lightning_rlhf.reporting.loggers import tell
@@ -50,6 +50,7 @@ def samples(experience: Experience, rows: int) -> list[dict[str, Any]]:
     count = min(rows, len(order))
     chosen = [order[round(k * (len(order) - 1) / max(count - 1, 1))] for k in range(count)]
     lengths = experience.response_lengths.tolist()
+    safety = None if experience.safety is None else experience.safety.tolist()
     kl = None
     if experience.ref_logprobs is not None:
         kl = (experience.require("old_logprobs") - experience.ref_logprobs).sum(-1).tolist()
@@ -62,6 +63,7 @@ def samples(experience: Experience, rows: int) -> list[dict[str, Any]]:
             "kl_ref": kl[i] if kl is not None else None,
             "tokens": lengths[i],
             "finish": Finish(int(experience.finish[i])).name.lower(),
+            **({} if safety is None else {"safety": Safety(safety[i]).name.lower()}),
             "prompt_key": experience.prompt_key[i],
             "seed": int(experience.seed[i]),
         }

@@ -23,11 +23,28 @@ from lightning_rlhf.functional.losses import TOKEN_MEAN, LossScale
 
 
 class Finish(IntEnum):
-    """Why a response ended: by an end token, by one that came too early, or at the length limit."""
+    """Why a response ended: by an end token, by one that came too early, or at the length limit.
+
+    Engines tell ends from cuts; which ends are early is decided once, by
+    :func:`lightning_rlhf.rewards.termination.classify`.
+    """
 
     NATURAL = 0
     EARLY = 1
     TRUNCATED = 2
+
+
+class Safety(IntEnum):
+    """What a safety filter made of a response.
+
+    ``REDRAWN``: an earlier draw was unsafe, this one is not. ``UNSAFE``: it is, and so were all draws before it.
+    ``REPLACED``: the configured reply stands in its place.
+    """
+
+    SAFE = 0
+    REDRAWN = 1
+    UNSAFE = 2
+    REPLACED = 3
 
 
 @dataclass
@@ -94,6 +111,9 @@ class Rollout:
         seed: ``[B]`` int64, the seed the row was sampled with.
         group: ``[B]`` int64, index of the prompt in the batch; samples of one prompt share it.
         prompt_key: stable hash of each row's prompt.
+        max_new_tokens: ``[B]`` int64, the length limit in force when the row was drawn; ``None`` if it was drawn by
+            calling the engine itself.
+        safety: ``[B]`` int64, values of :class:`Safety`; ``None`` without a safety filter.
     """
 
     prompt_ids: Tensor
@@ -106,6 +126,8 @@ class Rollout:
     seed: Tensor
     group: Tensor
     prompt_key: list[str]
+    max_new_tokens: Tensor | None = None
+    safety: Tensor | None = None
 
     def __len__(self) -> int:
         return self.prompt_ids.shape[0]
@@ -168,6 +190,8 @@ class Rollout:
             if f.name in joined:
                 continue
             tensors = [getattr(p, f.name) for p in parts]
+            if any(t is None for t in tensors):
+                continue
             if tensors[0].ndim == 2:
                 fill = pad_id if f.name.endswith("_ids") else 0
                 left = f.name.startswith("prompt_")
@@ -200,10 +224,11 @@ class Experience(Rollout):
         texts: decoded responses, for rewards and display.
         scores: ``[B]`` float32, the reward as scored, one number per sequence.
         components: the terms of the reward by name, each ``[B]``.
-        rewards: ``[B]`` float32, the score after clipping and normalisation.
+        rewards: ``[B]`` float32, the score after clipping, penalties of termination and normalisation.
         old_logprobs: ``[B, R]`` log-probabilities under the policy before the update.
         ref_logprobs: ``[B, R]`` log-probabilities under the reference model.
         entropy: ``[B, R]`` entropy (nats) of the policy before the update.
+        penalty: ``[B]`` float32, added to the score beside the penalties of termination (safety filter).
         reward_override: ``[B, R]`` float32; where not NaN it replaces the token's reward, after normalisation and the
             KL penalty, before advantages.
         values: ``[B, R]`` value of the state in which token ``t`` was chosen.
@@ -219,6 +244,7 @@ class Experience(Rollout):
     scores: Tensor | None = None
     components: dict[str, Tensor] = field(default_factory=dict)
     rewards: Tensor | None = None
+    penalty: Tensor | None = None
     reward_override: Tensor | None = None
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None

@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.distributed.processes import together
-from lightning_rlhf.experience import Experience, PromptBatch, Rollout
+from lightning_rlhf.experience import Experience, PromptBatch, Rollout, Safety
 from lightning_rlhf.memory import memory_policy
 from lightning_rlhf.metrics.batch import MetricBatch
 from lightning_rlhf.models.sharding import gathered, is_sharded
+from lightning_rlhf.rewards.termination import classify
 from lightning_rlhf.rollout import AheadRollouts
 from lightning_rlhf.rollout.binding import check_finite
 from lightning_rlhf.rollout.in_parts import generate_in_parts
-from lightning_rlhf.scoring import score_experience
+from lightning_rlhf.scoring import response_texts, score_experience
+from lightning_rlhf.screening import screened
 
 if TYPE_CHECKING:
     from lightning_rlhf.module import ActorCriticModule
@@ -60,7 +62,8 @@ class RolloutSource:
             FloatingPointError: a token has no finite log-probability and the module does not handle that.
         """
         if not self.module.accepts_missing_logprobs:
-            check_finite(rollout)
+            replaced = None if rollout.safety is None else rollout.safety == Safety.REPLACED
+            check_finite(rollout if replaced is None else rollout.select((~replaced).nonzero().flatten()))
         return rollout
 
     def weights(self) -> AbstractContextManager[None]:
@@ -95,7 +98,8 @@ class RolloutSource:
         ahead = self.module.engine.ahead
         rollout = self._ahead.take(prompts)
         if rollout is not None:
-            rollout = None if self._too_stale(rollout) else self.checked(rollout)
+            usable = not self._too_stale(rollout) and self._complete(rollout)
+            rollout = self.checked(rollout) if usable else None
         self.drawn_late = rollout is None and ahead.lag > 0
         if rollout is None:
             rollout = self.generate(prompts)
@@ -150,16 +154,31 @@ class RolloutSource:
     def _request(self, prompts: PromptBatch, greedy: bool = False) -> Callable[[], Rollout]:
         """A call of the engine that may run later with the settings of now; in parts if memory requires."""
         module = self.module
-        draw = partial(
-            module.engine.generate,
-            samples=1 if greedy else module.engine.sampling.samples,
-            max_new_tokens=int(module.control.value("max_new_tokens")),
-            seed=module.seed,
-            greedy=greedy,
-        )
+        limit, samples = int(module.control.value("max_new_tokens")), 1 if greedy else module.engine.sampling.samples
         policy, pad_id = memory_policy(module.trainer), module.tokenizer.pad_token_id or 0
-        return partial(generate_in_parts, draw, prompts, policy, module.control, pad_id)
+
+        def drawn(asked: PromptBatch, samples: int, seed: int) -> Rollout:
+            one = partial(module.engine.generate, samples=samples, max_new_tokens=limit, seed=seed, greedy=greedy)
+            return generate_in_parts(one, asked, policy, module.control, pad_id)
+
+        whole = partial(drawn, prompts, samples, module.seed)
+        if module.safety is not None and not greedy:  # held-out answers are measured as they are
+            texts, reply = partial(response_texts, module.tokenizer, end_ids=module.end_ids), module.safe_reply
+            fixed: dict[str, Any] = {"seed": module.seed, "pad_id": pad_id, "reply": reply}
+            whole = partial(screened, drawn, prompts, samples, module.safety, texts, **fixed)
+        return partial(_finished, whole, limit, module.settings.termination.min_tokens)
+
+    def _complete(self, rollout: Rollout) -> bool:
+        """Whether a rollout from a checkpoint knows its length limit, and was filtered exactly if this run filters."""
+        return rollout.max_new_tokens is not None and (rollout.safety is None) == (self.module.safety is None)
 
     def _too_stale(self, rollout: Rollout) -> bool:
         limit = self.module.engine.ahead.max_staleness
         return limit is not None and bool((self.staleness(rollout) > limit).any())
+
+
+def _finished(generate: Callable[[], Rollout], limit: int, min_tokens: int) -> Rollout:
+    """A rollout with the length limit it was drawn under, and its early responses told from the natural ones."""
+    rollout = classify(generate(), min_tokens)
+    rollout.max_new_tokens = torch.full_like(rollout.finish, limit)
+    return rollout

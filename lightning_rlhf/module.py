@@ -31,9 +31,12 @@ from lightning_rlhf.module_checkpoint import ModuleState
 from lightning_rlhf.objective import micro_batch_loss
 from lightning_rlhf.optimizer import default_group, make_optimizer, set_rates, take_settings
 from lightning_rlhf.rewards import CompositeReward
+from lightning_rlhf.rewards.safety import SafetyFilter, apply_safety
+from lightning_rlhf.rewards.termination import drop_early
 from lightning_rlhf.rollout import RolloutEngine
 from lightning_rlhf.rollout.binding import end_tokens
 from lightning_rlhf.scoring import compute_advantages, score_experience, score_rewards
+from lightning_rlhf.screening import reply_tokens
 from lightning_rlhf.settings import PPOSettings
 from lightning_rlhf.update import UpdateLoop
 from lightning_rlhf.validation import Evaluation
@@ -62,8 +65,9 @@ class ActorCriticModule(LightningModule):
         reward: scores them.
         iterations: length of the run; the learning-rate schedule ends there.
         seed: of generation and of the minibatch permutations.
-        update, advantage, reward_processing, loss, kl, actor, critic, optimizer: blocks of settings, each a mapping
-            or the dataclass of the same meaning in :mod:`lightning_rlhf.settings`.
+        update, advantage, termination, reward_processing, loss, kl, actor, critic, optimizer: blocks of settings, each
+            a mapping or the dataclass of the same meaning in :mod:`lightning_rlhf.settings`.
+        safety: block of :class:`lightning_rlhf.rewards.safety.SafetySettings`; ``None`` filters nothing.
 
     Raises:
         SettingError: a setting is unknown or out of range.
@@ -79,18 +83,21 @@ class ActorCriticModule(LightningModule):
         seed: int = 1,
         update: Mapping[str, Any] | None = None,
         advantage: Mapping[str, Any] | None = None,
+        termination: Mapping[str, Any] | None = None,
         reward_processing: Mapping[str, Any] | None = None,
         loss: Mapping[str, Any] | None = None,
         kl: Mapping[str, Any] | None = None,
         actor: Mapping[str, Any] | None = None,
         critic: Mapping[str, Any] | None = None,
         optimizer: Mapping[str, Any] | None = None,
+        safety: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.settings = PPOSettings.from_blocks(
             update=update,
             advantage=advantage,
+            termination=termination,
             reward_processing=reward_processing,
             loss=loss,
             kl=kl,
@@ -102,6 +109,9 @@ class ActorCriticModule(LightningModule):
         self.actor, self.critic, self.reference = policy.actor, policy.critic, policy.reference
         self.tokenizer = policy.tokenizer
         self.engine, self.reward = engine, reward
+        self.safety = SafetyFilter.from_block(safety)
+        self.safe_reply = reply_tokens(self.safety, policy.tokenizer, engine.sampling.max_new_tokens)
+        """Tokens in place of an unsafe response; empty if none is replaced."""
         self.reward_moments = RunningMoments()
         self.control = Control()
         self.control.register("kl_coefficient", self.settings.kl.coefficient)
@@ -202,6 +212,9 @@ class ActorCriticModule(LightningModule):
             experience = together(scored)
         with log.timed("score"):
             self._score(experience)
+            drop_early(experience, self.settings.termination)
+            if self.safety is not None:
+                apply_safety(experience, self.safety.settings)
             metrics = self.prepare_experience(experience) or MetricBatch()
             emit(self, "on_experience_scored", experience)
             agree_on_fields(experience)
@@ -294,6 +307,8 @@ class ActorCriticModule(LightningModule):
         self.engine.setup(self.actor.lm, self.tokenizer)
         together(self._check_lengths)
         self.reward.to(self.trainer.strategy.root_device)  # the module itself moves there only after this
+        if self.safety is not None:
+            self.safety.to(self.trainer.strategy.root_device)
 
     def _check_lengths(self) -> None:
         """Check that prompts leave room for responses, if the engine knows its limit only after setup."""

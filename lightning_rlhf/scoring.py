@@ -23,6 +23,7 @@ from lightning_rlhf.metrics.batch import MetricBatch
 from lightning_rlhf.metrics.moments import RunningMoments
 from lightning_rlhf.models import Actor, AdapterReference, FrozenReference, SeparateCritic, SharedCritic
 from lightning_rlhf.rewards import CompositeReward, RewardBatch
+from lightning_rlhf.rewards.termination import RewardChanges, reward_changes
 from lightning_rlhf.settings import AdvantageSettings, PPOSettings, RewardSettings
 
 
@@ -62,6 +63,13 @@ def score_rewards(
     experience.scores = output.total.to(device)
     experience.components = {name: term.to(device) for name, term in output.components.items()}
     return experience
+
+
+def response_texts(tokenizer: PreTrainedTokenizerBase, rollout: Rollout, end_ids: Collection[int] = ()) -> list[str]:
+    """The text of each response, see :func:`as_written`."""
+    lengths = rollout.response_lengths.tolist()
+    ids = [row[:length] for row, length in zip(rollout.response_ids.tolist(), lengths, strict=True)]
+    return as_written(tokenizer, ids, end_ids)
 
 
 def as_written(tokenizer: PreTrainedTokenizerBase, ids: list[list[int]], end_ids: Collection[int] = ()) -> list[str]:
@@ -152,7 +160,15 @@ def compute_advantages(
     """
     mask, valid = experience.response_mask, experience.require("loss_mask")
     rows = valid.any(-1)
-    experience.rewards = process_scores(experience.require("scores"), rows, settings.reward_processing, moments)
+    changes = reward_changes(experience, settings.termination)
+    if changes.penalty is not None:
+        metrics.mean("reward/termination_penalty", changes.penalty)
+    if settings.termination.early == "drop":
+        metrics.mean("response/dropped_fraction", (experience.finish == Finish.EARLY).float())
+    if experience.penalty is not None:
+        changes = changes.plus(experience.penalty)
+    scores = experience.require("scores")
+    experience.rewards = process_scores(scores, rows, settings.reward_processing, moments, changes)
     penalty, kl = beta if settings.kl.placement == "reward" else 0.0, None
     if experience.ref_logprobs is not None:
         kl = kl_estimate(experience.require("old_logprobs"), experience.ref_logprobs, settings.kl.estimator)
@@ -162,13 +178,14 @@ def compute_advantages(
         # Where the reference's probability is 0 the KL is infinite, and 0 * inf is NaN.
         taken, weighed = (c * per_sequence if c else torch.zeros_like(per_sequence) for c in (penalty, beta))
         metrics.mean("kl/reward_penalty", -taken, rows)
-        metrics.mean("reward/total_with_kl", experience.require("scores") - weighed, rows)
+        metrics.mean("reward/total_with_kl", scores - weighed, rows)
     rewards = token_rewards(experience.rewards, mask, kl, penalty)
     if experience.reward_override is not None:
         replaced = mask & ~experience.reward_override.isnan()
         metrics.mean("reward/overridden_fraction", replaced.float(), valid)
         rewards = torch.where(replaced, experience.reward_override, rewards)
-    advantages, experience.returns = _estimate(experience, rewards, settings.advantage)
+    bootstrap = experience.final_values if settings.termination.truncated == "bootstrap" else None
+    advantages, experience.returns = _estimate(experience, rewards, settings.advantage, bootstrap)
     metrics.mean("advantage/raw_abs_mean", advantages.abs(), valid)
     if settings.advantage.whiten and settings.advantage.estimator in ("gae", "reinforce_plus_plus"):
         experience.advantages = whiten(advantages, valid)
@@ -176,8 +193,10 @@ def compute_advantages(
         experience.advantages = advantages.masked_fill(~valid, 0.0)
 
 
-def _estimate(experience: Experience, rewards: Tensor, settings: AdvantageSettings) -> tuple[Tensor, Tensor]:
-    """Advantages before whitening, and returns."""
+def _estimate(
+    experience: Experience, rewards: Tensor, settings: AdvantageSettings, bootstrap: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Advantages before whitening, and returns; ``bootstrap [B]`` is what :func:`gae` adds after truncated rows."""
     mask, valid = experience.response_mask, experience.require("loss_mask")
     if settings.estimator == "gae":
         return gae(
@@ -186,7 +205,7 @@ def _estimate(experience: Experience, rewards: Tensor, settings: AdvantageSettin
             mask,
             gamma=settings.gamma,
             lam=settings.gae_lambda,
-            bootstrap=experience.final_values if settings.bootstrap_truncated else None,
+            bootstrap=bootstrap,
         )
     if settings.estimator == "reinforce_plus_plus":
         advantages = reinforce_plus_plus_advantages(rewards, mask, gamma=settings.gamma)
@@ -198,13 +217,27 @@ def _estimate(experience: Experience, rewards: Tensor, settings: AdvantageSettin
     return advantages, advantages
 
 
-def process_scores(scores: Tensor, rows: Tensor, settings: RewardSettings, moments: RunningMoments) -> Tensor:
-    """Clip and normalise the sequence rewards ``[B]`` over ``rows``; KL penalties are not touched."""
+def process_scores(
+    scores: Tensor,
+    rows: Tensor,
+    settings: RewardSettings,
+    moments: RunningMoments,
+    changes: RewardChanges,
+) -> Tensor:
+    """Clip the sequence rewards ``[B]``, add the penalties of termination, and normalise over ``rows``.
+
+    A penalty is added after clipping, so that no clip can cancel it, and before the z-score, which sees it. A row
+    without a score is in no statistic and has the reward 0. KL penalties are not touched.
+    """
     if settings.clip is not None:
         scores = scores.clamp(-settings.clip, settings.clip)
+    if changes.penalty is not None:
+        scores = scores + changes.penalty
+    if changes.without is not None:
+        rows = rows & ~changes.without
     if settings.normalise == "batch":
-        return whiten(scores, rows)
-    if settings.normalise == "running":
+        scores = whiten(scores, rows)
+    elif settings.normalise == "running":
         moments.update(scores, rows)
-        return moments.normalise(scores)
-    return scores
+        scores = moments.normalise(scores)
+    return scores if changes.without is None else scores.masked_fill(changes.without, 0.0)

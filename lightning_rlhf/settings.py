@@ -73,12 +73,41 @@ class AdvantageSettings:
     """Advantages to mean 0 and variance 1 over all valid tokens of all ranks (gae and reinforce_plus_plus)."""
     normalise_std: bool = True
     """grpo: divide by the group's standard deviation (off: Dr. GRPO)."""
-    bootstrap_truncated: bool = False
-    """Bootstrap responses cut at the length limit with the critic's value of the state after the last token."""
 
     def __post_init__(self) -> None:
         _one_of("module.advantage", self, "estimator", ESTIMATORS)
         bounded("module.advantage", at_least=0, at_most=1, gamma=self.gamma, gae_lambda=self.gae_lambda)
+
+
+@dataclass(frozen=True)
+class TerminationSettings:
+    """What happens to a response that did not end naturally, see :mod:`lightning_rlhf.rewards.termination`."""
+
+    min_tokens: int = 5
+    """A response with fewer tokens than this before its end token is early; 0: none is."""
+    early: str = "keep"
+    """keep, penalty (added to the score) or drop (the response leaves all statistics and the loss)."""
+    early_penalty: float = -2.0
+    truncated: str = "keep"
+    """keep, penalty, drop_reward (KL penalty alone), bootstrap (gae: the critic's value goes on) or soft_overlong."""
+    truncated_penalty: float = -2.0
+    overlong_cache: float = 0.2
+    """soft_overlong: the last tokens before the length limit, in which the penalty grows; below 1 a share of it."""
+    overlong_factor: float = 1.0
+    """soft_overlong: minus the penalty at the length limit."""
+
+    def __post_init__(self) -> None:
+        block = "module.termination"
+        bounded(block, at_least=0, whole=True, min_tokens=self.min_tokens)
+        _one_of(block, self, "early", ("keep", "penalty", "drop"))
+        _one_of(block, self, "truncated", ("keep", "penalty", "drop_reward", "bootstrap", "soft_overlong"))
+        bounded(block, below=0, early_penalty=self.early_penalty, truncated_penalty=self.truncated_penalty)
+        bounded(block, above=0, overlong_factor=self.overlong_factor)
+        share = isinstance(self.overlong_cache, float) and self.overlong_cache < 1
+        if share:
+            bounded(block, above=0, overlong_cache=self.overlong_cache)
+        else:
+            bounded(block, at_least=1, whole=True, overlong_cache=self.overlong_cache)
 
 
 @dataclass(frozen=True)
@@ -194,6 +223,7 @@ class PPOSettings:
 
     update: UpdateSettings = field(default_factory=UpdateSettings)
     advantage: AdvantageSettings = field(default_factory=AdvantageSettings)
+    termination: TerminationSettings = field(default_factory=TerminationSettings)
     reward_processing: RewardSettings = field(default_factory=RewardSettings)
     loss: LossSettings = field(default_factory=LossSettings)
     kl: KLSettings = field(default_factory=KLSettings)

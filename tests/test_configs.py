@@ -149,6 +149,8 @@ def what_it_needs(group: str, option: str, tmp_path: Path) -> list[str]:
         return ["model=hf", f"model.source.path={needs_mixture(tmp_path)}"]
     if (group, option) == ("warmup", "sft"):
         return ["warmup.lr=1e-3"]
+    if (group, option) == ("safety", "filter"):
+        return ["module.safety.words=['13']"]
     if group == "reward" and option == "reward_model":
         return [f"reward.terms.reward_model.reward.path={needs_reward_model(tmp_path)}"]
     if group == "reward" and option == "math":

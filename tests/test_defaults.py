@@ -23,6 +23,7 @@ from lightning_rlhf.callbacks import KLEarlyStop
 from lightning_rlhf.distributed.ray_settings import RaySettings
 from lightning_rlhf.mixins.alp_settings import ALPSettings, RouterSettings
 from lightning_rlhf.mixins.correction_settings import RolloutCorrectionSettings
+from lightning_rlhf.rewards.safety import SafetySettings
 from lightning_rlhf.schema.batch_sizes import settings_of
 from lightning_rlhf.schema.locate import locate, parameters_of
 from lightning_rlhf.schema.shipped import flatten
@@ -39,6 +40,7 @@ SETTINGS: dict[str, Any] = {
     "module.alp.router": RouterSettings(),
     "module.rollout_correction": RolloutCorrectionSettings(),
     "module.rollout_correction.adaptive": RolloutCorrectionSettings().adaptive,
+    "module.safety": SafetySettings(),
     "trainer.ray": RaySettings,
 }
 """Blocks read by a settings dataclass: an instance with all defaults, or the class if some fields are required."""

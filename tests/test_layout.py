@@ -27,10 +27,16 @@ FLOORS: list[set[str]] = [
         "settings",
         "functional",
     }
-    | {"metrics.names", "metrics.names_rollout_corr", "distributed.processes", "accelerators.device"},
+    | {
+        "metrics.names",
+        "metrics.names_rollout_corr",
+        "metrics.names_safety",
+        "distributed.processes",
+        "accelerators.device",
+    },
     {"models", "rollout", "rewards", "data", "metrics", "memory", "snapshot", "distributed.parallel"},
     {"events", "mixins", "module", "ppo", "module_checkpoint", "update", "minibatches", "gradients", "objective"}
-    | {"optimizer", "scoring", "generation", "validation", "logbook"},
+    | {"optimizer", "scoring", "screening", "generation", "validation", "logbook"},
     {"callbacks", "checkpoint", "reporting", "distributed.strategies"},
     {"schema", "precision", "warmup", "distributed.ray_settings", "accelerators"},
     {"assembly", "run", "runs", "train", "distributed", "cli", "help", "serve", "export", "evaluate"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_rlhf.experience import Experience, Finish, MiniBatch
+from lightning_rlhf.experience import Experience, Finish, MiniBatch, Safety
 from lightning_rlhf.functional.kl import kl_estimate
 from lightning_rlhf.functional.losses import PolicyLoss
 from lightning_rlhf.functional.stats import explained_variance
@@ -38,6 +38,11 @@ def experience_metrics(experience: Experience, metrics: MetricBatch) -> None:
     metrics.min("response/length_min", lengths)
     metrics.mean("response/truncated_fraction", (experience.finish == Finish.TRUNCATED).float())
     metrics.mean("response/early_fraction", (experience.finish == Finish.EARLY).float())
+    if experience.safety is not None:
+        metrics.mean("safety/flagged_fraction", (experience.safety != Safety.SAFE).float())
+        metrics.mean("safety/redrawn_fraction", (experience.safety == Safety.REDRAWN).float())
+        metrics.mean("safety/replaced_fraction", (experience.safety == Safety.REPLACED).float())
+        metrics.mean("safety/unsafe_fraction", (experience.safety == Safety.UNSAFE).float())
     metrics.mean("prompt/length_mean", experience.prompt_mask.sum(-1).float())
     metrics.mean("tokens/rejected_fraction", (~valid).float(), generated)
     if experience.entropy is not None:

@@ -14,6 +14,7 @@ from functools import cache
 from typing import Literal, get_args
 
 from lightning_rlhf.metrics.names_rollout_corr import ROLLOUT_CORR
+from lightning_rlhf.metrics.names_safety import SAFETY
 
 Better = Literal["up", "down", "neither"]
 
@@ -85,6 +86,8 @@ METRICS: list[Metric] = [
     _m("reward/total_with_kl", "score", "up", "sequences", "Score minus coefficient times KL(current || reference) "
        "summed over the sequence's tokens; before normalisation.", verl="critic/rewards/mean",
        trl="objective/rlhf_reward", openrlhf="return (after discounting)"),
+    _m("reward/termination_penalty", "score", "up", "sequences", "Penalty of how a sequence ended (early, cut at the "
+       "limit, near it), added to its score; mean over all sequences, logged where `module.termination` has one."),
     _m("reward/overridden_fraction", "share", "down", "tokens", "Share of tokens whose reward was replaced by a fixed "
        "one (callback kl_guard: tokens over its limit)."),
     # --- kl: two distances, two names ----------------------------------------------------------------------------
@@ -160,10 +163,13 @@ METRICS: list[Metric] = [
     _m("response/truncated_fraction", "share", "down", "sequences", "Share of sequences that reached the length limit "
        "without an end token.", verl="response_length/clip_ratio (every sequence of full length)",
        trl="completions/clipped_ratio (GRPO)"),
-    _m("response/early_fraction", "share", "down", "sequences", "Share of sequences that ended too early."),
+    _m("response/early_fraction", "share", "down", "sequences", "Share of sequences with fewer than "
+       "`module.termination.min_tokens` tokens before their end token."),
+    _m("response/dropped_fraction", "share", "down", "sequences", "Share of sequences that ended early and were left "
+       "out of all statistics and the loss; logged with `module.termination.early=drop`."),
     _m("prompt/length_mean", "tokens", "neither", "sequences", "Tokens of a prompt.", verl="prompt_length/mean"),
     _m("tokens/rejected_fraction", "share", "down", "tokens", "Share of generated tokens that rejection took out of "
-       "the loss."),
+       "the loss, those of dropped sequences included."),
     _m("rollout/logprob_abs_diff_mean", "nats/token", "down", "tokens", "|trainer's - engine's log-probability| of the "
        "sampled token, every generated token.", verl="training/rollout_probs_diff_mean (of probabilities)",
        trl="sampling/sampling_logp_difference/mean (GRPO)", openrlhf="vllm_kl (a KL)"),
@@ -268,7 +274,7 @@ METRICS: list[Metric] = [
        "truncated_fraction, of greedy answers to the held-out prompts.", verl="val-core/<source>/<variable>/mean@N"),
 ]
 # fmt: on
-METRICS += [Metric(*row) for row in ROLLOUT_CORR]
+METRICS += [Metric(*row) for row in (*ROLLOUT_CORR, *SAFETY)]
 
 
 class MetricError(ValueError):

@@ -82,7 +82,7 @@ class RewardModel:
         self.counts: Counter[str] = Counter()
         """``cut``: number of conversations longer than ``max_tokens``."""
         hub = {"revision": revision, "trust_remote_code": trust_remote_code}
-        self.tokenizer, self.model = _load(self.path, hub, dtype, attn_implementation)
+        self.tokenizer, self.model = load_classifier(self.path, hub, dtype, attn_implementation)
         self.model.eval().requires_grad_(False).to(device)
         self.label = self._check_label(label)
         self.chat = bool(self.tokenizer.chat_template) if chat is None else chat
@@ -166,8 +166,21 @@ class RewardModel:
         return label
 
 
-def _load(path: str, hub: dict[str, Any], dtype: str, attn_implementation: str | None) -> tuple[Any, Any]:
-    """Tokenizer and model; refuses a model whose head is not in the checkpoint and would be random."""
+def load_classifier(
+    path: str, hub: dict[str, Any], dtype: str, attn_implementation: str | None = None, *, what: str = "reward model"
+) -> tuple[Any, Any]:
+    """Tokenizer and sequence-classification model.
+
+    Args:
+        path: folder or hub id.
+        hub: arguments for the hub, such as ``revision``.
+        dtype: name of the weights' type.
+        attn_implementation: as for ``from_pretrained``.
+        what: it is for, in error messages.
+
+    Raises:
+        RewardError: there is none, or its head is not in the checkpoint and would be random.
+    """
     precision = getattr(torch, dtype, None)
     if not isinstance(precision, torch.dtype) or not precision.is_floating_point:
         raise RewardError(f"dtype = {dtype!r} is not allowed: a PyTorch type such as float32 or bfloat16")
@@ -179,10 +192,10 @@ def _load(path: str, hub: dict[str, Any], dtype: str, attn_implementation: str |
             path, **hub, dtype=precision, attn_implementation=attn_implementation, output_loading_info=True
         )
     except (OSError, ValueError) as error:
-        raise RewardError(f"path = {path!r}: the reward model cannot be loaded: {error!s:.400}") from error
+        raise RewardError(f"path = {path!r}: the {what} cannot be loaded: {error!s:.400}") from error
     if info["missing_keys"]:
         raise RewardError(
             f"path = {path!r} is not allowed: the model has no trained {', '.join(sorted(info['missing_keys']))}; "
-            "a reward model is wanted, not a plain language model"
+            f"a {what} is wanted, not a plain language model"
         )
     return tokenizer, model

@@ -24,7 +24,9 @@ def combinations(config: Mapping[str, Any]) -> Iterator[Problem]:
     yield from _sizes(config, settings, batch)
     yield from _processes(config, batch)
     yield from _estimator(config, settings, batch)
+    yield from _termination(config, settings)
     yield from _corrections(config)
+    yield from _safety(config)
 
 
 def _sizes(config: Mapping[str, Any], settings: PPOSettings, batch: BatchSizes) -> Iterator[Problem]:
@@ -80,10 +82,19 @@ def _estimator(config: Mapping[str, Any], settings: PPOSettings, batch: BatchSiz
     if advantage.estimator in ("grpo", "rloo") and batch.samples < 2:
         needs = f"at least 2: {advantage.estimator} compares the answers to one prompt"
         yield Problem("rollout.samples", batch.samples, needs)
-    if advantage.bootstrap_truncated and advantage.estimator != "gae":
-        yield Problem("module.advantage.bootstrap_truncated", True, "false, or the estimator gae with its critic")
     if settings.kl.coefficient > 0 and get(config, "model.policy.reference") == "none":
         yield Problem("module.kl.coefficient", settings.kl.coefficient, "0 without model.policy.reference")
+
+
+def _termination(config: Mapping[str, Any], settings: PPOSettings) -> Iterator[Problem]:
+    """Check that truncated responses have the critic that values them, or a penalty within the length limit."""
+    chosen, limit = settings.termination, get(config, "rollout.max_new_tokens")
+    if chosen.truncated == "bootstrap" and settings.advantage.estimator != "gae":
+        allowed = "keep, penalty, drop_reward or soft_overlong, or the estimator gae with its critic"
+        yield Problem("module.termination.truncated", "bootstrap", allowed)
+    if chosen.truncated == "soft_overlong" and isinstance(limit, int) and chosen.overlong_cache > max(limit, 1):
+        allowed = f"at most rollout.max_new_tokens = {limit} tokens, or a share of it below 1"
+        yield Problem("module.termination.overlong_cache", chosen.overlong_cache, allowed)
 
 
 def _corrections(config: Mapping[str, Any]) -> Iterator[Problem]:
@@ -97,3 +108,11 @@ def _corrections(config: Mapping[str, Any]) -> Iterator[Problem]:
             "null with module.alp.ratio = unified: the ratio perturbed current / engine contains the correction, "
             "weights on top would count the gap twice; module.alp.ratio=decoupled uses weights",
         )
+
+
+def _safety(config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Check that nothing asks for engine log-probabilities of replies that no engine has drawn."""
+    readers = [name for name in ("rollout_correction", "alp") if get(config, f"module.{name}") is not None]
+    if get(config, "module.safety.train_replaced") is True and readers:
+        allowed = f"false with module.{readers[0]}: a reply was not drawn, and has no log-probability of the engine"
+        yield Problem("module.safety.train_replaced", True, allowed)

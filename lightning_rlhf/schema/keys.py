@@ -28,8 +28,10 @@ def get(config: Mapping[str, Any], key: str, default: Any = None) -> Any:
 MIXIN_SETTINGS = {
     "alp": "lightning_rlhf.mixins.alp_settings.ALPSettings",
     "rollout_correction": "lightning_rlhf.mixins.correction_settings.RolloutCorrectionSettings",
+    "safety": "lightning_rlhf.rewards.safety.SafetySettings",
 }
-"""Blocks of ``module`` that belong to a mixin, and their settings classes; null or absent switches the mixin off."""
+"""Blocks of ``module`` that belong to a mixin, or to the safety filter, and their settings classes; null or absent
+switches it off."""
 
 
 NEEDED_GROUPS = ("module", "model", "data", "reward", "rollout", "callbacks", "trainer", "logger")

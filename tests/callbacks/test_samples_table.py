@@ -33,7 +33,7 @@ def test_samples_go_from_the_worst_to_the_best_and_to_every_logger_that_takes_th
     assert files == ["iteration_000001.jsonl", "iteration_000002.jsonl"]
     rows = [json.loads(line) for line in (tmp_path / "samples" / files[0]).read_text().splitlines()]
     assert len(rows) == 4 and [row["score"] for row in rows] == sorted(row["score"] for row in rows)
-    assert rows[0]["prompt"].endswith("=") and rows[0]["finish"] in ("natural", "truncated")
+    assert rows[0]["prompt"].endswith("=") and rows[0]["finish"] in ("natural", "early", "truncated")
     assert rows[0]["kl_ref"] == pytest.approx(0.0, abs=1e-4) and rows[0]["tokens"] >= 1
     experience, _ = recorder.of("on_experience_ready")[0]
     scores = sorted(experience.scores.tolist())

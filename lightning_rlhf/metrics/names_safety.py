@@ -1,0 +1,20 @@
+"""The metrics of the safety filter, as rows of :data:`lightning_rlhf.metrics.names.METRICS`."""
+
+from __future__ import annotations
+
+from lightning_rlhf.metrics.names_rollout_corr import Row
+
+# fmt: off
+SAFETY: list[Row] = [
+    ("safety/flagged_fraction", "share", "down", "sequences",
+     "Share of sequences whose first draw was unsafe; this metric and the next three are logged with `module.safety`.",
+     {}),
+    ("safety/redrawn_fraction", "share", "neither", "sequences",
+     "Share of sequences that a later draw made safe.", {}),
+    ("safety/replaced_fraction", "share", "neither", "sequences",
+     "Share of sequences with the configured reply in place of an unsafe response.", {}),
+    ("safety/unsafe_fraction", "share", "down", "sequences",
+     "Share of sequences that are unsafe after the last draw: left out of the loss (`discard_resample`) or penalised "
+     "(`penalise`).", {}),
+]
+# fmt: on

@@ -1,0 +1,213 @@
+"""Which responses are unsafe, by words, regular expressions and a classifier, and what is learned from them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_rlhf.bounds import bounded
+from lightning_rlhf.errors import SettingError
+from lightning_rlhf.experience import Experience, Safety
+from lightning_rlhf.rewards.base import RewardError
+from lightning_rlhf.rewards.model_based import load_classifier
+from lightning_rlhf.settings import build
+
+BLOCK = "module.safety"
+ACTIONS = ("discard_resample", "replace", "penalise")
+
+
+@dataclass(frozen=True)
+class ClassifierSettings:
+    """A text classifier; any that ``AutoModelForSequenceClassification`` loads, head included."""
+
+    path: str
+    """Folder or hub id."""
+    label: str | None = None
+    """Name or number of the output that means unsafe; null for a classifier with one output."""
+    threshold: float = 0.5
+    """Unsafe from this probability of the label on."""
+    batch_size: int = 32
+    """Windows of text per forward pass."""
+    max_tokens: int = 512
+    """Longer responses are read in windows of so many tokens, and the worst window counts."""
+    dtype: str = "float32"
+    revision: str = "main"
+
+    def __post_init__(self) -> None:
+        block = f"{BLOCK}.classifier"
+        bounded(block, above=0, below=1, threshold=self.threshold)
+        bounded(block, at_least=1, whole=True, batch_size=self.batch_size)
+        bounded(block, at_least=8, whole=True, max_tokens=self.max_tokens)
+
+
+@dataclass(frozen=True)
+class SafetySettings:
+    """What is unsafe, and what becomes of it."""
+
+    words: tuple[str, ...] = ()
+    """Whole words or phrases, whatever their case."""
+    patterns: tuple[str, ...] = ()
+    """Python regular expressions, found anywhere in a response."""
+    classifier: ClassifierSettings | None = None
+    """Asked about the responses that words and patterns let pass."""
+    action: str = "discard_resample"
+    """discard_resample, replace or penalise."""
+    attempts: int = 3
+    """discard_resample: new draws for an unsafe response at most."""
+    penalty: float = -10.0
+    """penalise: added to the score."""
+    reply: str | None = None
+    """replace: the text in place of an unsafe response."""
+    train_replaced: bool = False
+    """replace: learn from the reply, too, although the policy did not write it."""
+
+    def __post_init__(self) -> None:
+        for name in ("words", "patterns"):
+            given = getattr(self, name)
+            if not isinstance(given, (list, tuple)) or not all(isinstance(text, str) and text for text in given):
+                raise SettingError(f"{BLOCK}.{name}", given, "a list of texts, none of them empty")
+            object.__setattr__(self, name, tuple(given))
+        for pattern in self.patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                allowed = f"Python regular expressions; {pattern!r}: {error}"
+                raise SettingError(f"{BLOCK}.patterns", list(self.patterns), allowed) from None
+        if self.classifier is not None:
+            built = build(ClassifierSettings, f"{BLOCK}.classifier", self.classifier)
+            object.__setattr__(self, "classifier", built)
+        if self.action not in ACTIONS:
+            raise SettingError(f"{BLOCK}.action", self.action, f"one of {', '.join(ACTIONS)}")
+        bounded(BLOCK, at_least=1, whole=True, attempts=self.attempts)
+        bounded(BLOCK, below=0, penalty=self.penalty)
+        if (self.action == "replace") != bool(self.reply):
+            wanted = "the text to put in place of an unsafe response" if self.action == "replace" else "null"
+            raise SettingError(f"{BLOCK}.reply", self.reply, f"{wanted} with action = {self.action}")
+        if self.train_replaced and self.action != "replace":
+            raise SettingError(f"{BLOCK}.train_replaced", True, f"false with action = {self.action}")
+
+
+class SafetyFilter:
+    """Judges responses by their text.
+
+    Args:
+        settings: words, patterns and classifier; at least one of them.
+
+    Raises:
+        SettingError: there is nothing to look for, or the classifier cannot be used.
+    """
+
+    def __init__(self, settings: SafetySettings) -> None:
+        if not (settings.words or settings.patterns or settings.classifier):
+            allowed = "with nothing to look for: set words, patterns or classifier, or the block to null"
+            raise SettingError(BLOCK, "on", allowed)
+        self.settings = settings
+        words = [rf"(?<!\w){re.escape(word)}(?!\w)" for word in settings.words]
+        self._rules = [re.compile(word, re.IGNORECASE) for word in words] + [re.compile(p) for p in settings.patterns]
+        self.classifier = None if settings.classifier is None else TextClassifier(settings.classifier)
+
+    @classmethod
+    def from_block(cls, block: Mapping[str, Any] | SafetySettings | None) -> SafetyFilter | None:
+        """The filter of a configuration block; ``None`` where it is null."""
+        return None if block is None else cls(build(SafetySettings, BLOCK, block))
+
+    def unsafe(self, texts: Sequence[str]) -> list[bool]:
+        """Whether each response is unsafe; the classifier reads only those that words and patterns let pass."""
+        found = [any(rule.search(text) for rule in self._rules) for text in texts]
+        if self.classifier is not None and (left := [i for i, bad in enumerate(found) if not bad]):
+            judged = self.classifier.probabilities([texts[i] for i in left])
+            for i, probability in zip(left, judged.tolist(), strict=True):
+                found[i] = probability >= self.classifier.settings.threshold
+        return found
+
+    def to(self, device: torch.device | str) -> SafetyFilter:
+        """Move the classifier."""
+        if self.classifier is not None:
+            self.classifier.model.to(device)
+        return self
+
+
+class TextClassifier:
+    """Probability that a text has a label.
+
+    Texts are cut into windows; windows of equal length share a forward pass, so there is no padding, and a probability
+    does not depend on the other texts.
+
+    Raises:
+        SettingError: there is no such classifier, or it has no such label.
+    """
+
+    def __init__(self, settings: ClassifierSettings) -> None:
+        self.settings = settings
+        try:
+            hub = {"revision": settings.revision}
+            self.tokenizer, self.model = load_classifier(settings.path, hub, settings.dtype, what="classifier")
+        except RewardError as error:
+            raise SettingError(f"{BLOCK}.classifier.path", settings.path, f"a text classifier; {error}") from error
+        self.model.eval().requires_grad_(False)
+        self.model.config.pad_token_id = -1  # rows have no padding; a set id would be searched for and skipped
+        self.label = self._number_of(settings.label)
+        if not self.tokenizer.is_fast:
+            allowed = "a classifier with a fast tokenizer, which cuts long texts into windows"
+            raise SettingError(f"{BLOCK}.classifier.path", settings.path, allowed)
+        positions = getattr(self.model.config, "max_position_embeddings", None) or settings.max_tokens
+        self._window = min(settings.max_tokens, positions, self.tokenizer.model_max_length)
+
+    def probabilities(self, texts: Sequence[str]) -> Tensor:
+        """``[B]`` float32 on the CPU: the largest probability of the label in any window of each text."""
+        windows = [(row, ids) for row, text in enumerate(texts) for ids in self._windows(text)]
+        worst = torch.zeros(len(texts))
+        for batch in self._batches(windows):
+            rows = torch.tensor([row for row, _ in batch])
+            found = self._forward([ids for _, ids in batch])
+            worst = worst.scatter_reduce(0, rows, found, "amax")
+        return worst
+
+    def _windows(self, text: str) -> list[list[int]]:
+        """Token ids of each window, special tokens included; an empty text may have none."""
+        cut = self.tokenizer(text, truncation=True, max_length=self._window, return_overflowing_tokens=True)
+        return [list(ids) for ids in cut["input_ids"] if len(ids)]
+
+    def _batches(self, windows: list[tuple[int, list[int]]]) -> Iterator[list[tuple[int, list[int]]]]:
+        """Windows of one length, at most ``batch_size`` at once."""
+        lengths: dict[int, list[tuple[int, list[int]]]] = {}
+        for window in windows:
+            lengths.setdefault(len(window[1]), []).append(window)
+        for alike in lengths.values():
+            for start in range(0, len(alike), self.settings.batch_size):
+                yield alike[start : start + self.settings.batch_size]
+
+    @torch.no_grad()
+    def _forward(self, ids: list[list[int]]) -> Tensor:
+        """``[N]`` probabilities: softmax over the labels of a text with one, a sigmoid where each stands alone."""
+        block = torch.tensor(ids, device=self.model.device)
+        logits = self.model(input_ids=block, attention_mask=torch.ones_like(block)).logits.float().cpu()
+        alone = logits.shape[1] == 1 or self.model.config.problem_type == "multi_label_classification"
+        return (logits.sigmoid() if alone else logits.softmax(-1))[:, self.label]
+
+    def _number_of(self, label: str | None) -> int:
+        names = {int(number): str(name) for number, name in self.model.config.id2label.items()}
+        if label is None and len(names) == 1:
+            return 0
+        for number, name in names.items():
+            if label is not None and str(label) in (name, str(number)):
+                return number
+        listed = ", ".join(f"{name} ({number})" for number, name in names.items())
+        raise SettingError(f"{BLOCK}.classifier.label", label, f"one of the classifier's labels: {listed}")
+
+
+def apply_safety(experience: Experience, settings: SafetySettings) -> None:
+    """Take unsafe and replaced responses out of the loss mask, or set ``experience.penalty``, as configured."""
+    codes = experience.require("safety")
+    unsafe = codes == Safety.UNSAFE
+    if settings.action == "penalise":
+        experience.penalty = unsafe.to(experience.require("scores").dtype) * settings.penalty
+        return
+    if not settings.train_replaced:
+        unsafe = unsafe | (codes == Safety.REPLACED)
+    experience.loss_mask = experience.require("loss_mask") & ~unsafe.unsqueeze(-1)

@@ -1,0 +1,122 @@
+"""Unsafe responses are drawn anew or replaced before anything else reads the rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from lightning_rlhf.errors import SettingError
+from lightning_rlhf.experience import Finish, PromptBatch, Rollout, Safety, sample_seed
+from lightning_rlhf.rewards.safety import BLOCK, SafetyFilter
+
+Draw = Callable[[PromptBatch, int, int], Rollout]
+"""Draws responses: prompts, samples of each, seed of the run."""
+
+OF_THE_PROMPT = ("prompt_ids", "prompt_mask", "group", "prompt_key")
+"""Fields that a new response to the same prompt does not change."""
+
+
+def screened(
+    draw: Draw,
+    prompts: PromptBatch,
+    samples: int,
+    safety: SafetyFilter,
+    texts: Callable[[Rollout], list[str]],
+    *,
+    seed: int,
+    pad_id: int,
+    reply: Sequence[int] = (),
+) -> Rollout:
+    """A rollout of as many rows as asked for, with ``safety`` set to what became of each.
+
+    A new draw has a seed of its own for each row and attempt, so it does not depend on which other rows are unsafe.
+    Nothing here communicates: ranks may need different numbers of draws.
+
+    Args:
+        draw: of the engine.
+        prompts: each once.
+        samples: responses to each.
+        safety: judges the responses.
+        texts: decodes the responses of a rollout.
+        seed: of the run.
+        pad_id: of the policy.
+        reply: token ids of the safe reply, end token included.
+    """
+    rollout = draw(prompts, samples, seed)
+    unsafe = torch.tensor(safety.unsafe(texts(rollout)))
+    codes = torch.where(unsafe, int(Safety.UNSAFE), int(Safety.SAFE))
+    if safety.settings.action == "discard_resample":
+        for attempt in range(1, safety.settings.attempts + 1):
+            rows = (codes == Safety.UNSAFE).nonzero().flatten()
+            if not len(rows):
+                break
+            fresh = draw(_one_each(prompts, rows.tolist(), samples), 1, sample_seed(seed, "safety", attempt, 0))
+            rollout = put(rollout, rows, fresh, pad_id)
+            bad = torch.tensor(safety.unsafe(texts(fresh)))
+            codes[rows] = torch.where(bad, int(Safety.UNSAFE), int(Safety.REDRAWN))
+    if safety.settings.action == "replace" and unsafe.any():
+        rows = unsafe.nonzero().flatten()
+        rollout = put(rollout, rows, _replies(rollout.select(rows), reply), pad_id)
+        codes[rows] = int(Safety.REPLACED)
+    return replace(rollout, safety=codes.to(rollout.finish.device))
+
+
+def put(rollout: Rollout, rows: Tensor, fresh: Rollout, pad_id: int) -> Rollout:
+    """The rollout with the responses of ``fresh`` in the given rows."""
+    width = max(rollout.response_ids.shape[1], fresh.response_ids.shape[1])
+    changes: dict[str, Any] = {}
+    for f in fields(Rollout):
+        old, new = getattr(rollout, f.name), getattr(fresh, f.name)
+        if f.name in OF_THE_PROMPT or not isinstance(old, Tensor):
+            continue
+        if old.ndim == 2:
+            fill = pad_id if f.name.endswith("_ids") else 0
+            old, new = (torch.nn.functional.pad(x, (0, width - x.shape[1]), value=fill) for x in (old, new))
+        changes[f.name] = old.clone()
+        changes[f.name][rows.to(old.device)] = new.to(old.device)
+    return replace(rollout, **changes)
+
+
+def _one_each(prompts: PromptBatch, rows: list[int], samples: int) -> PromptBatch:
+    """The prompt of each row; rows of one prompt count as copies, so that their draws differ."""
+    places = [divmod(row, samples) for row in rows]
+    chosen = {f.name: [getattr(prompts, f.name)[prompt] for prompt, _ in places] for f in fields(PromptBatch)}
+    chosen["copies"] = [prompts.copies[prompt] * samples + sample for prompt, sample in places]
+    return PromptBatch(**chosen)
+
+
+def _replies(rows: Rollout, reply: Sequence[int]) -> Rollout:
+    """The rows with the safe reply; the policy did not write it, so its tokens have no log-probability (NaN)."""
+    ids = torch.tensor([list(reply)] * len(rows), device=rows.response_ids.device)
+    return replace(
+        rows,
+        response_ids=ids,
+        response_mask=torch.ones_like(ids, dtype=torch.bool),
+        rollout_logprobs=torch.full_like(ids, torch.nan, dtype=rows.rollout_logprobs.dtype),
+        finish=torch.full_like(rows.finish, int(Finish.NATURAL)),
+    )
+
+
+def reply_tokens(safety: SafetyFilter | None, tokenizer: PreTrainedTokenizerBase, most: int) -> list[int]:
+    """Tokens of the reply in place of unsafe responses, end token included; empty if none is replaced.
+
+    Args:
+        safety: the filter, if there is one.
+        tokenizer: of the policy.
+        most: longest response.
+
+    Raises:
+        SettingError: the reply is longer than that.
+    """
+    if safety is None or safety.settings.reply is None:
+        return []
+    ids = [*tokenizer(safety.settings.reply, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    if len(ids) > most:
+        allowed = f"at most rollout.max_new_tokens = {most} tokens with the end token, not {len(ids)}"
+        raise SettingError(f"{BLOCK}.reply", safety.settings.reply, allowed)
+    return ids
