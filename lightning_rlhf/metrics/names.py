@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Literal, get_args
 
+from lightning_rlhf.metrics.names_ptx import PTX
 from lightning_rlhf.metrics.names_rollout_corr import ROLLOUT_CORR
 
 Better = Literal["up", "down", "neither"]
@@ -269,6 +270,7 @@ METRICS: list[Metric] = [
 ]
 # fmt: on
 METRICS += [Metric(*row) for row in ROLLOUT_CORR]
+METRICS += [Metric(f"ptx/{name}", *rest) for name, *rest in PTX]
 
 
 class MetricError(ValueError):
