@@ -60,7 +60,7 @@ def vowels(batch: RewardBatch) -> list[float]:
 def learned(rows: list[dict[str, str]], characters: str, steps: int, seed: int) -> LoadedModel:
     """A model of the text: ``steps`` steps of 32 blocks, learning rate 2e-3 down to 0 on a cosine."""
     loaded = build_tiny(characters, hidden_size=96, layers=3, heads=3, max_positions=2 * LENGTH, seed=seed)
-    blocks = text_blocks(rows, loaded.tokenizer, text_field="text", length=LENGTH, block="text").long()
+    blocks = text_blocks(rows, loaded.tokenizer, text_field="text", length=LENGTH, key="text").long()
     optimizer = torch.optim.AdamW(loaded.lm.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.0)
     generator = torch.Generator().manual_seed(seed)
     for step in range(steps):
@@ -148,7 +148,7 @@ def main() -> None:
     for seed in options.seeds:
         start = time.perf_counter()
         loaded = learned(rows, characters, options.steps, seed)
-        held_out = text_blocks(apart, loaded.tokenizer, text_field="text", length=LENGTH, block="text").long()
+        held_out = text_blocks(apart, loaded.tokenizer, text_field="text", length=LENGTH, key="text").long()
         held_out = held_out[:128]
         before = perplexity(loaded.lm, held_out)
         print(f"seed {seed}: perplexity {before:.3f} after {time.perf_counter() - start:.0f} s", flush=True)

@@ -191,7 +191,7 @@ class AdaptivePTX(RLHFCallback):
         if self._held_out is None:
             held_out = module.held_out_text
             if self.text is not None:
-                held_out = module.read_text(self.text, text_field=self.text_field, block=BLOCK)
+                held_out = module.read_text(self.text, text_field=self.text_field, key=f"{BLOCK}.text")
             self._held_out = None if held_out is None else held_out[: self.blocks]
         if self._held_out is None and not self.benchmarks:
             raise InputError(

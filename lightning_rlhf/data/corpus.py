@@ -72,7 +72,7 @@ def open_text(value: Any) -> Iterable[Mapping[str, Any]]:
 
 
 def text_blocks(
-    source: Any, tokenizer: PreTrainedTokenizerBase, *, text_field: str, length: int, block: str
+    source: Any, tokenizer: PreTrainedTokenizerBase, *, text_field: str, length: int, key: str
 ) -> Tensor:
     """All documents of a source one after the other, cut into blocks.
 
@@ -85,7 +85,7 @@ def text_blocks(
         tokenizer: of the model.
         text_field: column of the text.
         length: tokens of a block.
-        block: dotted key of the configuration block that has ``source``, for errors.
+        key: dotted key of ``source`` in the configuration, for errors.
 
     Returns:
         ``[N, length]`` int32 token ids, N at least 1.
@@ -99,13 +99,11 @@ def text_blocks(
         rows = read_rows(open_text(source), faults)
         ids = _token_ids(rows, tokenizer, text_field, faults)
     except DataError as error:
-        raise DataError(f"{block}.source: {error}") from error
+        raise DataError(f"{key}: {error}") from error
     if faults:
-        raise DataError(f"{block}.source: {faults}")
+        raise DataError(f"{key}: {faults}")
     if len(ids) < length:
-        raise DataError(
-            f"{block}.source: the text has {len(ids)} tokens, fewer than one block of {block}.length = {length}"
-        )
+        raise DataError(f"{key}: the text has {len(ids)} tokens, fewer than one block of module.ptx.length = {length}")
     whole = len(ids) // length
     return torch.frombuffer(ids, dtype=torch.int32)[: whole * length].clone().view(whole, length)
 

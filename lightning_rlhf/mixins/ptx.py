@@ -63,9 +63,8 @@ class PTXMixin(Base):
         positions = getattr(self.actor.lm.config.get_text_config(), "max_position_embeddings", None)
         if positions is not None and settings.length > positions:
             raise SettingError(f"{BLOCK}.length", settings.length, f"at most the model's {positions} positions")
-        blocks = text_blocks(
-            settings.source, self.tokenizer, text_field=settings.text_field, length=settings.length, block=BLOCK
-        )
+        field, length = settings.text_field, settings.length
+        blocks = text_blocks(settings.source, self.tokenizer, text_field=field, length=length, key=f"{BLOCK}.source")
         if settings.held_out >= len(blocks):
             allowed = f"less than the {len(blocks)} blocks of {settings.length} tokens that the text has"
             raise SettingError(f"{BLOCK}.held_out", settings.held_out, allowed)
@@ -105,8 +104,8 @@ class PTXMixin(Base):
         """``[N, length]`` the blocks that are never trained on; ``None`` without PPO-ptx or without such blocks."""
         return None if self._ptx is None or not len(self._ptx.held_out) else self._ptx.held_out
 
-    def read_text(self, source: Any, *, text_field: str, block: str) -> Tensor:
-        """``[N, length]`` blocks of another text, of the length of ``module.ptx``; ``block`` has its ``source``.
+    def read_text(self, source: Any, *, text_field: str, key: str) -> Tensor:
+        """``[N, length]`` blocks of another text, of the length of ``module.ptx``; ``key`` is that of ``source``.
 
         Raises:
             DataError: the text cannot be read, or is too short.
@@ -114,7 +113,7 @@ class PTXMixin(Base):
         if self._ptx is None:
             raise RuntimeError("module.ptx is null: there is no length of blocks")
         length = self._ptx.settings.length
-        return text_blocks(source, self.tokenizer, text_field=text_field, length=length, block=block)
+        return text_blocks(source, self.tokenizer, text_field=text_field, length=length, key=key)
 
     @torch.no_grad()
     def text_loss(self, blocks: Tensor) -> float:

@@ -20,7 +20,7 @@ TOKENIZER = character_tokenizer("abcdefgh ")
 
 
 def blocks(source: Any, length: int = 4, text_field: str = "text", tokenizer: Any = TOKENIZER) -> Tensor:
-    return text_blocks(source, tokenizer, text_field=text_field, length=length, block="module.ptx")
+    return text_blocks(source, tokenizer, text_field=text_field, length=length, key="module.ptx.source")
 
 
 def rows(*texts: Any) -> list[dict[str, Any]]:

@@ -336,7 +336,7 @@ def test_without_a_block_nothing_is_added() -> None:
     trainer = fit(module)
     assert not any("ptx" in name for name in trainer.callback_metrics) and "ptx_coefficient" not in module.control.knobs
     with pytest.raises(RuntimeError, match=r"module\.ptx is null"):
-        module.read_text(TEXT, text_field="text", block="callbacks.adaptive_ptx")
+        module.read_text(TEXT, text_field="text", key="callbacks.adaptive_ptx.text")
 
 
 @pytest.mark.parametrize(
