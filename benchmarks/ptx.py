@@ -2,8 +2,9 @@
 
 A small Llama with one token per character learns Python's language reference, which every Python ships
 (``pydoc_data.topics``). Then PPO trains it to write vowels after ``12+34=``, a prompt that the reference does not have:
-once without PPO-ptx, once with ``ptx`` at the default coefficient, once with ``AdaptivePTX``; everything else is the same. The perplexity is
-that of topics that neither the first training, nor PPO-ptx, nor the callback's probes have read.
+once without PPO-ptx (``none``), once with it at its default coefficient (``fixed``), once with ``AdaptivePTX`` on top
+(``adaptive``); everything else is the same. The perplexity is that of topics that neither the first training, nor
+PPO-ptx, nor the callback's probes have read.
 
     python benchmarks/ptx.py                                   # three seeds; about half an hour on one core
     python benchmarks/ptx.py --seeds 1 --iterations 10         # a first look
@@ -40,6 +41,8 @@ from lightning_rlhf.rollout import HFEngine
 
 LENGTH = 128
 LAST = 5
+EVERY = 5
+"""Iterations between two measurements of the perplexity."""
 ARMS = ("none", "fixed", "adaptive")
 COLUMNS = ("arm", "seed", "iteration", "reward", "kl_ref", "coefficient", "ptx_loss", "capability", "perplexity")
 
@@ -93,7 +96,9 @@ class Curve(Callback):
         names = {"reward": "reward/mean", "kl_ref": "kl/ref", "coefficient": "ptx/coefficient"}
         names |= {"ptx_loss": "ptx/loss", "capability": "ptx/capability"}
         row = {column: float(metrics.get(name, math.nan)) for column, name in names.items()}
-        found = perplexity(module.actor.lm, self.held_out)
+        last = int(metrics["clock/iteration"]) == module.iterations
+        due = last or int(metrics["clock/iteration"]) % EVERY == 0
+        found = perplexity(module.actor.lm, self.held_out) if due else math.nan
         self.rows.append({"iteration": float(metrics["clock/iteration"]), "perplexity": found} | row)
 
 

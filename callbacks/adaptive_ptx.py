@@ -156,10 +156,7 @@ class AdaptivePTX(RLHFCallback):
         lost, past = -math.log(max(capability, SMALLEST_SHARE)), self.average
         self.average = lost if past is None else self.smoothing * past + (1.0 - self.smoothing) * lost
         self.kept = math.exp(-self.average)
-        if self.mode == "pid":
-            gamma = self.pid.next(gamma, self.average, past)
-        else:
-            gamma = self._doubling(gamma, capability)
+        gamma = self.pid.next(gamma, self.average, past) if self.mode == "pid" else self._doubling(gamma, capability)
         return min(max(gamma, self.minimum), self.maximum)
 
     def _doubling(self, gamma: float, capability: float) -> float:
@@ -228,8 +225,8 @@ class AdaptivePTX(RLHFCallback):
     def _begin(self, name: str, value: float) -> None:
         if not (math.isfinite(value) and value > 0):
             raise InputError(
-                f"{BLOCK}: the baseline of {name} is {value}, of which no share can be kept; allowed is a finite number "
-                "> 0 (a benchmark that begins at 0 may add a constant)"
+                f"{BLOCK}: the baseline of {name} is {value}, of which no share can be kept; allowed is a finite "
+                "number > 0 (a benchmark that begins at 0 may add a constant)"
             )
         self.baseline[name] = value
 
@@ -269,7 +266,7 @@ def _checked(benchmarks: Mapping[str, Benchmark] | None) -> dict[str, Benchmark]
         raise SettingError(f"{BLOCK}.benchmarks", benchmarks, "callables by name, or null")
     for name, benchmark in (benchmarks or {}).items():
         if not callable(benchmark):
-            allowed = "something that can be called with the module: a function needs _partial_: true in a configuration"
+            allowed = "a callable that takes the module; in a configuration a function needs _partial_: true"
             raise SettingError(f"{BLOCK}.benchmarks.{name}", benchmark, allowed)
         if not valid(f"ptx/benchmark/{name}") or "/" in name:
             raise SettingError(f"{BLOCK}.benchmarks", name, "names of letters, digits, '_', '-' and '.'")

@@ -1,4 +1,4 @@
-"""PPO as it is shipped: the actor-critic module with adaptive layerwise perturbation, rollout correction and PPO-ptx."""
+"""PPO as it is shipped: the actor-critic module with ALP, rollout correction and PPO-ptx."""
 
 from __future__ import annotations
 

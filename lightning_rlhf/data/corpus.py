@@ -71,9 +71,7 @@ def open_text(value: Any) -> Iterable[Mapping[str, Any]]:
         raise DataError(f"{error}. Plain text: files that end in .txt, or a pattern such as 'folder/*.txt'") from None
 
 
-def text_blocks(
-    source: Any, tokenizer: PreTrainedTokenizerBase, *, text_field: str, length: int, key: str
-) -> Tensor:
+def text_blocks(source: Any, tokenizer: PreTrainedTokenizerBase, *, text_field: str, length: int, key: str) -> Tensor:
     """All documents of a source one after the other, cut into blocks.
 
     Each document begins with the start token, if the tokenizer adds one, and ends with the end token. A block may begin
@@ -133,9 +131,7 @@ def _text(row: Row, text_field: str, faults: Faults) -> str:
     return ""
 
 
-def _encode(
-    named: list[tuple[str, str]], tokenizer: PreTrainedTokenizerBase, faults: Faults
-) -> Iterable[list[int]]:
+def _encode(named: list[tuple[str, str]], tokenizer: PreTrainedTokenizerBase, faults: Faults) -> Iterable[list[int]]:
     """The ids of texts with their places of origin; texts that the tokenizer refuses are added to ``faults``."""
     try:
         return tokenizer([text for text, _ in named], add_special_tokens=False, verbose=False)["input_ids"]

@@ -1,4 +1,4 @@
-"""The metrics of PPO-ptx, as rows of :data:`lightning_rlhf.metrics.names.METRICS`, which puts ``ptx/`` before each name.
+"""The metrics of PPO-ptx, as rows of :data:`lightning_rlhf.metrics.names.METRICS`, without their prefix ``ptx/``.
 
 Losses are of plain text at temperature 1; the first token of a block is not predicted and not counted.
 """
@@ -23,8 +23,8 @@ PTX: list[Row] = [
      "that is never trained on (callback adaptive_ptx)."),
     ("benchmark/<name>", "score", "up", "once", "A benchmark of your own, before the iteration's updates, mean of the "
      "ranks' numbers (callback adaptive_ptx)."),
-    ("capability", "share", "up", "once", "What is left of the capability that the first policy had: the smallest, over "
-     "the probes, of baseline / held-out perplexity and benchmark / baseline (callback adaptive_ptx)."),
+    ("capability", "share", "up", "once", "What is left of the capability that the first policy had: the smallest, "
+     "over the probes, of baseline / held-out perplexity and benchmark / baseline (callback adaptive_ptx)."),
     ("capability_average", "share", "up", "once", "Moving geometric mean of ptx/capability over the probes: what the "
      "controller of the coefficient acts on (callback adaptive_ptx)."),
 ]

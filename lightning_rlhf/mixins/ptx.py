@@ -41,10 +41,10 @@ class PTXMixin(Base):
     The text is read by the plain policy at temperature 1: noise of ALP belongs to the ratio, and the sampling
     temperature to the samples. Only the actor gets gradients, with LoRA its adapter.
 
-    The position in the text moves on once per minibatch: not when memory ran out and the minibatch is repeated, but also
-    when its step is skipped, and a rollback does not turn it back: as with prompts, what was drawn is used. A minibatch
-    whose tokens were all rejected takes no step for the text either; if they were rejected before the update, it does
-    not use any.
+    The position in the text moves on once per minibatch: not when memory ran out and the minibatch is repeated, but
+    also when its step is skipped, and a rollback does not turn it back: as with prompts, what was drawn is used. A
+    minibatch whose tokens were all rejected takes no step for the text either; if they were rejected before the update,
+    it does not use any.
 
     Args:
         ptx: settings, see :class:`PTXSettings`; ``None`` switches the mixin off.

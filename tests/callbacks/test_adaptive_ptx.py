@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -243,3 +244,14 @@ def test_two_owners_of_the_knob_are_refused() -> None:
     module: Any = type("", (), {"control": control, "held_out_text": torch.zeros(2, 2)})()
     with pytest.raises(ValueError, match="already belongs to Other; AdaptivePTX cannot own it"):
         AdaptivePTX().setup(NOTHING, module, "fit")
+
+
+def test_the_documented_benchmark_runs_as_it_stands() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "ptx.md").read_text(encoding="utf-8")
+    [code] = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(code, "ptx.md", "exec"), names)
+    module = ptx_module(iterations=3)
+    trainer = fit(module, [callback := AdaptivePTX(benchmarks={"short": names["short_answers"]})])
+    assert 0.01 <= float(trainer.callback_metrics["ptx/benchmark/short"]) <= 1.01
+    assert set(callback.baseline) == {"held_out_perplexity", "benchmark/short"}

@@ -275,8 +275,8 @@ def test_a_resume_in_the_middle_of_the_text_equals_the_whole_run(tmp_path: Path)
 
     resume_equals_whole(tmp_path, lambda: [], module)
     whole, resumed = (each._ptx.stream for each in made)
-    assert whole.position == resumed.position == 16 * BLOCKS and 1 < whole.passes
-    assert 0 < (8 * BLOCKS) % len(whole.blocks), "resumed in the middle of a pass"
+    assert whole.position == resumed.position == 16 * BLOCKS and whole.passes > 1
+    assert (8 * BLOCKS) % len(whole.blocks) > 0, "resumed in the middle of a pass"
 
 
 def test_a_run_that_had_no_text_can_be_resumed_with_one(tmp_path: Path) -> None:
@@ -308,7 +308,8 @@ def test_the_loss_is_the_mean_over_all_tokens_before_each_step() -> None:
 def test_held_out_blocks_are_never_trained_on_and_can_be_none() -> None:
     module, whole = ptx_module(), ptx_module(PTX | {"held_out": 0})
     everything = {tuple(row) for row in whole._ptx.stream.blocks.tolist()}
-    kept, trained = ({tuple(row) for row in part.tolist()} for part in (module.held_out_text, module._ptx.stream.blocks))
+    parts = (module.held_out_text, module._ptx.stream.blocks)
+    kept, trained = ({tuple(row) for row in part.tolist()} for part in parts)
     assert len(kept) == 3 and not kept & trained and kept | trained == everything
     assert whole.held_out_text is None and ptx_module(None).held_out_text is None
 
