@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from lightning import LightningModule, Trainer
 
 from lightning_rlhf.callbacks.base import RLHFCallback, needs_reference
 from lightning_rlhf.callbacks.checks import bounded, check_range
 from lightning_rlhf.callbacks.controllers import LogPID, own_within
+from lightning_rlhf.control import Control
 from lightning_rlhf.events import ExperienceStats, UpdateStats
 from lightning_rlhf.experience import Experience
 from lightning_rlhf.functional.kl import proportional_kl_update
@@ -122,9 +123,10 @@ class AdaptiveKL(RLHFCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         needs_reference(pl_module, "adaptive_kl")
-        control: Any = pl_module.control
-        begin = {"key": "module.kl.coefficient", "block": "adaptive_kl", "warn": stage == "fit"}
-        own_within(control, "kl_coefficient", type(self).__name__, self.minimum, self.maximum, **begin)
+        own_within(
+            cast(Control, pl_module.control), "kl_coefficient", type(self).__name__, self.minimum, self.maximum,
+            key="module.kl.coefficient", block="adaptive_kl", warn=stage == "fit",
+        )  # fmt: skip
 
     def on_experience_ready(
         self, trainer: Trainer, module: ActorCriticModule, experience: Experience, stats: ExperienceStats

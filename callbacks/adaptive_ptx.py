@@ -195,8 +195,10 @@ class AdaptivePTX(RLHFCallback):
                 f"{BLOCK} has nothing to probe: set module.ptx.held_out to a number of blocks, {BLOCK}.text to a text, "
                 f"or {BLOCK}.benchmarks"
             )
-        begin = {"key": "module.ptx.coefficient", "block": "adaptive_ptx", "warn": stage == "fit"}
-        own_within(module.control, KNOB, type(self).__name__, self.minimum, self.maximum, **begin)
+        own_within(
+            module.control, KNOB, type(self).__name__, self.minimum, self.maximum,
+            key="module.ptx.coefficient", block="adaptive_ptx", warn=stage == "fit",
+        )  # fmt: skip
 
     def on_rollout_start(self, trainer: Trainer, module: ActorCriticModule, prompts: PromptBatch) -> None:
         control = module.control

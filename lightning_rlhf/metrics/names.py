@@ -270,7 +270,7 @@ METRICS: list[Metric] = [
 ]
 # fmt: on
 METRICS += [Metric(*row) for row in ROLLOUT_CORR]
-METRICS += [Metric(f"ptx/{name}", *rest) for name, *rest in PTX]
+METRICS += [_m(f"ptx/{name}", unit, better, reduced, text) for name, unit, better, reduced, text in PTX]
 
 
 class MetricError(ValueError):

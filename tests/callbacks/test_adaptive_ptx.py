@@ -88,7 +88,7 @@ def test_a_probe_that_is_not_finite_moves_nothing(mode: Any) -> None:
 
 
 def test_the_capability_is_the_smallest_share_of_a_baseline() -> None:
-    callback = AdaptivePTX(benchmarks={"a": float, "b": float})
+    callback = AdaptivePTX(benchmarks=dict.fromkeys(("a", "b"), Falling()))
     callback.baseline = {"held_out_perplexity": 10.0, "benchmark/a": 0.5, "benchmark/b": 40.0}
     numbers = {"held_out_perplexity": 12.5, "benchmark/a": 0.45, "benchmark/b": 44.0}
     assert callback.capability(numbers) == pytest.approx(0.8)
@@ -137,7 +137,7 @@ def test_probes_change_nothing_of_the_run() -> None:
         torch.manual_seed(1), random.seed(1), np.random.seed(1)
         fit(module, callbacks)
         modes = [part.training for part in module.modules()]
-        generators = (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist())
+        generators = (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state(legacy=False)["state"]["key"].tolist())
         states.append((weights(module), module.control.state_dict(), modes, generators, module._ptx.stream.position))
     (first, *rest), (second, *others) = states
     assert same(first, second) and rest == others
