@@ -17,7 +17,17 @@ from lightning_rlhf.control import Control
 from lightning_rlhf.data.corpus import text_blocks
 from lightning_rlhf.errors import InputError
 from lightning_rlhf.settings import SettingError
-from tests.support import DecisionLog, Recorder, experience_stats, fit, resume_equals_whole, same, tiny_module, tiny_policy, weights
+from tests.support import (
+    DecisionLog,
+    Recorder,
+    experience_stats,
+    fit,
+    resume_equals_whole,
+    same,
+    tiny_module,
+    tiny_policy,
+    weights,
+)
 
 TEXT = [{"text": " ".join(f"{a}*{b}={a * b}" for b in range(12))} for a in range(10)]
 PTX: dict[str, Any] = {"source": TEXT, "length": 16, "tokens_per_step": 48, "held_out": 3}
@@ -138,7 +148,8 @@ def test_probes_change_nothing_of_the_run() -> None:
         torch.manual_seed(1), random.seed(1), np.random.seed(1)
         fit(module, callbacks)
         modes = [part.training for part in module.modules()]
-        generators = (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state(legacy=False)["state"]["key"].tolist())
+        numpy = np.random.get_state(legacy=False)["state"]["key"].tolist()
+        generators = (torch.get_rng_state().tolist(), random.getstate(), numpy)
         states.append((weights(module), module.control.state_dict(), modes, generators, module._ptx.stream.position))
     (first, *rest), (second, *others) = states
     assert same(first, second) and rest == others
