@@ -156,8 +156,6 @@ def what_it_needs(group: str, option: str, tmp_path: Path) -> list[str]:
         return ["model=hf", f"model.source.path={needs_mixture(tmp_path)}"]
     if (group, option) == ("ptx", "default"):
         return [f"module.ptx.source={needs_text(tmp_path)}", "module.ptx.length=32", "module.ptx.tokens_per_step=64"]
-    if (group, option) == ("callbacks", "adaptive_ptx"):
-        return what_it_needs("ptx", "default", tmp_path)
     if (group, option) == ("warmup", "sft"):
         return ["warmup.lr=1e-3"]
     if group == "reward" and option == "reward_model":
