@@ -5,6 +5,7 @@ if __name__ != "lightning_rlhf.callbacks":
     raise ImportError("import lightning_rlhf.callbacks instead of callbacks")
 
 from lightning_rlhf.callbacks.adaptive_kl import AdaptiveKL
+from lightning_rlhf.callbacks.adaptive_ptx import AdaptivePTX
 from lightning_rlhf.callbacks.advantage_vanish import AdvantageVanish
 from lightning_rlhf.callbacks.alp_figures import ALPFigures
 from lightning_rlhf.callbacks.base import RLHFCallback
@@ -22,6 +23,7 @@ from lightning_rlhf.callbacks.samples_table import SamplesTable
 __all__ = [
     "ALPFigures",
     "AdaptiveKL",
+    "AdaptivePTX",
     "AdvantageVanish",
     "Calibrate",
     "CalibrationError",

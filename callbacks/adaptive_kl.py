@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from lightning import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_rlhf.callbacks.base import RLHFCallback, needs_reference
-from lightning_rlhf.callbacks.checks import bounded
+from lightning_rlhf.callbacks.checks import bounded, check_range
+from lightning_rlhf.callbacks.controllers import LogPID, own_within
+from lightning_rlhf.control import Control
 from lightning_rlhf.events import ExperienceStats, UpdateStats
 from lightning_rlhf.experience import Experience
 from lightning_rlhf.functional.kl import proportional_kl_update
@@ -19,10 +20,6 @@ from lightning_rlhf.reporting.loggers import tell
 from lightning_rlhf.settings import SettingError
 
 Mode = Literal["pid", "doubling", "proportional"]
-RISING = 0.03
-"""Growth of the average KL per iteration, as a share, from which on it counts as still rising."""
-LARGEST_ERROR = math.log(20.0)
-"""The controller's error is clamped to +- this, so that one outlier cannot move the coefficient across its range."""
 
 
 class AdaptiveKL(RLHFCallback):
@@ -32,10 +29,7 @@ class AdaptiveKL(RLHFCallback):
     moving average. Output stays within ``minimum`` and ``maximum``; a start value outside is moved to the nearer one.
 
     ``pid``
-        ``log beta = log beta_0 + kp e + ki sum(e) + kd (e - e')`` with ``e = log(average / target)``. In logarithms a
-        KL ten times too high and one ten times too low are errors of the same size. The sum of errors stops where it
-        brings beta to its bound, and while the KL is still rising to the target, as that of every new policy does
-        (anti-windup by conditional integration).
+        :class:`LogPID` on the average.
     ``doubling``
         Doubles the coefficient if the average is over 1.5 x target, halves it if under target / 1.5. After a
         change the average is reset and the coefficient stays for ``1 / (1 - smoothing)`` iterations: otherwise one high
@@ -72,24 +66,17 @@ class AdaptiveKL(RLHFCallback):
         horizon: int = 10_000,
         figure_every: int | None = 50,
     ) -> None:
-        bounded("adaptive_kl", above=0, target=target, horizon=horizon, minimum=minimum, maximum=maximum)
+        bounded("adaptive_kl", above=0, target=target, horizon=horizon)
+        check_range("adaptive_kl", minimum, maximum)
         bounded("adaptive_kl", at_least=0, kp=kp, ki=ki, kd=kd)
         bounded("adaptive_kl", at_least=0, below=1, smoothing=smoothing)
         bounded("adaptive_kl", at_least=1, whole=True, optional=True, figure_every=figure_every)
         if mode not in get_args(Mode):
             raise SettingError("callbacks.adaptive_kl.mode", mode, f"one of {', '.join(get_args(Mode))}")
-        if minimum >= maximum:
-            raise SettingError(
-                "callbacks.adaptive_kl.minimum", minimum, f"below callbacks.adaptive_kl.maximum = {maximum}"
-            )
         self.target, self.mode, self.horizon = target, mode, horizon
-        self.kp, self.ki, self.kd, self.smoothing = kp, ki, kd, smoothing
-        self.minimum, self.maximum, self.figure_every = minimum, maximum, figure_every
+        self.smoothing, self.minimum, self.maximum, self.figure_every = smoothing, minimum, maximum, figure_every
         self.average: float | None = None
-        self.origin: float | None = None
-        """log beta_0 of ``pid``."""
-        self.integral = 0.0
-        self.error: float | None = None
+        self.pid = LogPID(target, kp, ki, kd, minimum, maximum)
         self.since_change = 0
         self.history: list[list[float]] = []
         """Iteration, KL, coefficient in force."""
@@ -112,32 +99,9 @@ class AdaptiveKL(RLHFCallback):
             return self._bounded(beta)
         past = self.average
         self.average = kl if past is None else self.smoothing * past + (1.0 - self.smoothing) * kl
-        return self._bounded(self._doubling(beta) if self.mode == "doubling" else self._pid(beta, past))
-
-    def _pid(self, beta: float, past: float | None) -> float:
-        if self.origin is None:
-            self.origin = math.log(beta)
-        # An estimate of the KL may be 0 or negative and has no logarithm then; the error is at its lower bound.
-        ratio = max(self._average() / self.target, math.exp(-LARGEST_ERROR))
-        error = min(math.log(ratio), LARGEST_ERROR)
-        slope = 0.0 if self.error is None else error - self.error
-        self.error = error
-        base = self.origin + self.kp * error + self.kd * slope
-        # A new policy has a KL of 0 whatever the coefficient: while it rises, the coefficient has no effect to see.
-        rising = past is None or self._average() > (1 + RISING) * past
-        if error >= 0 or not rising:
-            self.integral = self._integrate(base, error)
-        return math.exp(min(base + self.ki * self.integral, math.log(self.maximum)))
-
-    def _integrate(self, base: float, error: float) -> float:
-        """The sum of errors with this one added, but at most what brings the output ``base + ki sum`` to its bound."""
-        full = self.integral + error
-        bound = math.log(self.maximum if error > 0 else self.minimum)
-        pushes_out = (base + self.ki * full - bound) * error > 0
-        if not pushes_out or self.ki == 0:
-            return full
-        least, most = sorted((self.integral, full))
-        return min(max((bound - base) / self.ki, least), most)
+        if self.mode == "doubling":
+            return self._bounded(self._doubling(beta))
+        return self._bounded(self.pid.next(beta, self.average, past))
 
     def _doubling(self, beta: float) -> float:
         self.since_change += 1
@@ -159,15 +123,10 @@ class AdaptiveKL(RLHFCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         needs_reference(pl_module, "adaptive_kl")
-        control, name = pl_module.control, type(self).__name__
-        control.own("kl_coefficient", name)  # type: ignore[union-attr, operator]
-        beta = control.knobs["kl_coefficient"].value  # type: ignore[union-attr, index]
-        if stage == "fit" and beta != self._bounded(beta):
-            rank_zero_warn(
-                f"module.kl.coefficient = {beta} lies outside callbacks.adaptive_kl.minimum = {self.minimum} and "
-                f"callbacks.adaptive_kl.maximum = {self.maximum}: the controller starts at {self._bounded(beta)}"
-            )
-            control.set("kl_coefficient", self._bounded(beta), name)  # type: ignore[union-attr, operator]
+        own_within(
+            cast(Control, pl_module.control), "kl_coefficient", type(self).__name__, self.minimum, self.maximum,
+            key="module.kl.coefficient", block="adaptive_kl", warn=stage == "fit",
+        )  # fmt: skip
 
     def on_experience_ready(
         self, trainer: Trainer, module: ActorCriticModule, experience: Experience, stats: ExperienceStats
@@ -197,12 +156,13 @@ class AdaptiveKL(RLHFCallback):
         tell(trainer.loggers, "log_file", path, "figures")
 
     def state_dict(self) -> dict[str, Any]:
-        names = ("average", "origin", "integral", "error", "since_change", "history")
-        return {name: getattr(self, name) for name in names}
+        own = {name: getattr(self, name) for name in ("average", "since_change", "history")}
+        return own | {"pid": self.pid.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for name, value in state_dict.items():
-            setattr(self, name, value)
+        self.pid.load_state_dict(state_dict["pid"])
+        for name in ("average", "since_change", "history"):
+            setattr(self, name, state_dict[name])
 
 
 def draw(history: list[list[float]], target: float, path: Path) -> None:

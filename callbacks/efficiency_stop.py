@@ -55,12 +55,12 @@ class EfficiencyStop(RLHFCallback):
         if len(self.scores) < keep:
             return
         if self.start is None:
-            self.start = _mean(self.scores[: self.window])
-        gain, drift = _change(self.scores), abs(_change(self.kls))
+            self.start = mean(self.scores[: self.window])
+        gain, drift = change(self.scores), abs(change(self.kls))
         least, still = self.min_improvement, self.kl_tolerance
         if self.relative:
-            least *= max(_mean(self.scores[self.window :]) - self.start, 0.0)
-            still *= abs(_mean(self.kls))
+            least *= max(mean(self.scores[self.window :]) - self.start, 0.0)
+            still *= abs(mean(self.kls))
         if gain <= least and drift <= still:
             module.control.stop_training(
                 f"converged: over {self.window} iterations the mean score rose by {gain:.4f}, at most {least:.4f}, "
@@ -75,11 +75,11 @@ class EfficiencyStop(RLHFCallback):
         self.start = state_dict.get("start", self.start)  # absent in checkpoints of earlier releases
 
 
-def _mean(values: list[float]) -> float:
+def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def _change(values: list[float]) -> float:
+def change(values: list[float]) -> float:
     """Mean of the second half minus mean of the first."""
     half = len(values) // 2
     return (sum(values[half:]) - sum(values[:half])) / half

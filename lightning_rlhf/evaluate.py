@@ -30,7 +30,7 @@ def evaluate_checkpoint(checkpoint: str, overrides: Sequence[str] = ()) -> dict[
             raise schema.InputError(f"{text!r} is not allowed: overrides are written key=value")
     going_on = planned(checkpoint, Composition(tuple(overrides)))
     path, saved = load_checkpoint(str(going_on.checkpoint))
-    config = going_on.settings_in(going_on.run or going_on.outputs)
+    config = without_texts(going_on.settings_in(going_on.run or going_on.outputs))
     plain, replaced = precision.fit(schema.check(OmegaConf.create(config)))
     for each in replaced:
         print(f"note: {each}")
@@ -56,6 +56,12 @@ NOTHING_HELD_OUT = (
     "data.validation = null: the run holds no prompt out, so eval has nothing to score. Say which ones: "
     "data.validation=FILE (a JSONL or Parquet file), or the block of a source, data.validation={_target_: ...}"
 )
+
+
+def without_texts(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration without callbacks and without PPO-ptx, whose texts need not be there any more."""
+    module = config["module"] if config["module"].get("ptx") is None else config["module"] | {"ptx": None}
+    return config | {"module": module, "callbacks": None}
 
 
 def without_reference(config: dict[str, Any]) -> dict[str, Any]:

@@ -275,10 +275,14 @@ class MiniBatch(Experience):
     """Rows of one optimiser step, or a micro-batch of them.
 
     ``scale`` holds the loss denominators: valid tokens, and sequences with a valid token, of the **whole minibatch
-    over all ranks**. Micro-batches keep it unchanged, so the gradient does not depend on the split.
+    over all ranks**. Micro-batches keep it unchanged, so the gradient does not depend on the split. ``part`` says which
+    of the ``parts`` micro-batches this is, of those that this rank computes for the minibatch; a loss term with data
+    of its own is divided among them.
     """
 
     scale: LossScale = TOKEN_MEAN
+    part: int = 0
+    parts: int = 1
 
     @property
     def tokens(self) -> float:

@@ -222,7 +222,9 @@ class UpdateLoop:
         _, world = place()
         with local_gradients(module):
             parts = [part for _, part in split_by_tokens(minibatch, lengths, budget, self.settings.micro_batch_size)]
-            for micro in in_step(module.actor, parts, without_loss(parts[-1])):
+            parts = in_step(module.actor, parts, without_loss(parts[-1]))
+            for number, part in enumerate(parts):
+                micro = replace(part, part=number, parts=len(parts))
                 tried.rows, tried.tokens = len(micro), micro.response_mask.numel() + micro.prompt_mask.numel()
                 # The losses of all ranks sum to the minibatch's loss, but gradients are averaged over ranks: hence
                 # ``world``.

@@ -126,6 +126,13 @@ def needs_reward_model(tmp_path: Path) -> Path:
     return tmp_path / "reward_model"
 
 
+def needs_text(tmp_path: Path) -> Path:
+    """A text of 18 blocks of 32 tokens."""
+    path = tmp_path / "text.txt"
+    path.write_text("1+1=2 " * 100, encoding="utf-8")
+    return path
+
+
 def what_it_needs(group: str, option: str, tmp_path: Path) -> list[str]:
     """Overrides without which an option is not complete."""
     if group == "data" and option in ("jsonl", "parquet", "huggingface"):
@@ -147,6 +154,8 @@ def what_it_needs(group: str, option: str, tmp_path: Path) -> list[str]:
         pytest.importorskip("peft")
     if (group, option) == ("alp", "moe"):
         return ["model=hf", f"model.source.path={needs_mixture(tmp_path)}"]
+    if (group, option) == ("ptx", "default"):
+        return [f"module.ptx.source={needs_text(tmp_path)}", "module.ptx.length=32", "module.ptx.tokens_per_step=64"]
     if (group, option) == ("warmup", "sft"):
         return ["warmup.lr=1e-3"]
     if (group, option) == ("safety", "filter"):

@@ -23,6 +23,7 @@ from lightning_rlhf.callbacks import KLEarlyStop
 from lightning_rlhf.distributed.ray_settings import RaySettings
 from lightning_rlhf.mixins.alp_settings import ALPSettings, RouterSettings
 from lightning_rlhf.mixins.correction_settings import RolloutCorrectionSettings
+from lightning_rlhf.mixins.ptx_settings import PTXSettings
 from lightning_rlhf.rewards.safety import SafetySettings
 from lightning_rlhf.schema.batch_sizes import settings_of
 from lightning_rlhf.schema.locate import locate, parameters_of
@@ -38,6 +39,7 @@ SETTINGS: dict[str, Any] = {
     **{f"module.{field.name}": getattr(PPO, field.name) for field in fields(PPO)},
     "module.alp": ALPSettings(),
     "module.alp.router": RouterSettings(),
+    "module.ptx": PTXSettings,
     "module.rollout_correction": RolloutCorrectionSettings(),
     "module.rollout_correction.adaptive": RolloutCorrectionSettings().adaptive,
     "module.safety": SafetySettings(),

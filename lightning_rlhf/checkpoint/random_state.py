@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy as np
@@ -41,6 +43,16 @@ class RNGState(Callback):
                 f"the checkpoint was written by {len(states)} processes, this run has {trainer.world_size}: random "
                 "number states are not restored, the resumed run draws other random numbers"
             )
+
+
+@contextmanager
+def random_state_kept(device: torch.device) -> Iterator[None]:
+    """Restore the generators of Python, NumPy, PyTorch on CPU and on ``device`` after this context."""
+    state = _rng_state(device)
+    try:
+        yield
+    finally:
+        _restore_rng(state, device)
 
 
 def _rng_state(device: torch.device) -> dict[str, Any]:

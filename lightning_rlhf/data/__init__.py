@@ -1,5 +1,6 @@
 """Data: sources of rows, prompts made from them, and the data module that serves them in batches."""
 
+from lightning_rlhf.data.corpus import TextSource
 from lightning_rlhf.data.datamodule import PromptDataModule
 from lightning_rlhf.data.lengths import check_room
 from lightning_rlhf.data.loaders import PromptLoader, PromptStream
@@ -16,6 +17,7 @@ __all__ = [
     "PromptEncoder",
     "PromptLoader",
     "PromptStream",
+    "TextSource",
     "check_room",
     "open_source",
 ]

@@ -84,9 +84,7 @@ class PromptEncoder:
         self.max_tokens = max_tokens
         self.counted_in_part = False
         """Whether some prompt was so long that its tokens were not all counted."""
-        probe = tokenizer("", add_special_tokens=True)["input_ids"]
-        bos = tokenizer.bos_token_id
-        self._bos: list[int] = [bos] if bos is not None and list(probe[:1]) == [bos] else []
+        self._bos = leading_bos(tokenizer)
 
     def encode(self, rows: Iterable[Row], faults: Faults | None = None) -> EncodedPrompts:
         """Prompts of all rows, the too long ones separately.
@@ -227,6 +225,13 @@ class PromptEncoder:
                 reason = str(known)
             faults.add(reason)
             return None
+
+
+def leading_bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The start token that the tokenizer puts before every text; empty if it puts none."""
+    probe = tokenizer("", add_special_tokens=True)["input_ids"]
+    bos = tokenizer.bos_token_id
+    return [bos] if bos is not None and list(probe[:1]) == [bos] else []
 
 
 def _valid_unicode(text: str, origin: str) -> str:

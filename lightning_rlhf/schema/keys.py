@@ -27,6 +27,7 @@ def get(config: Mapping[str, Any], key: str, default: Any = None) -> Any:
 
 MIXIN_SETTINGS = {
     "alp": "lightning_rlhf.mixins.alp_settings.ALPSettings",
+    "ptx": "lightning_rlhf.mixins.ptx_settings.PTXSettings",
     "rollout_correction": "lightning_rlhf.mixins.correction_settings.RolloutCorrectionSettings",
     "safety": "lightning_rlhf.rewards.safety.SafetySettings",
 }

@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-PLACED_ELSEWHERE = {"alp", "recipe", "rollout_correction"}
+PLACED_ELSEWHERE = {"alp", "ptx", "recipe", "rollout_correction"}
 """Groups whose files fill a block of another group (``# @package`` on their first line)."""
 
 

@@ -72,6 +72,12 @@ def simulated_module(seen: list[str], experience: Any) -> Any:
     control.register("max_new_tokens", 64, minimum=1, integer=True)
     control.register("micro_batch_tokens", 4096, minimum=1, integer=True)
     control.register("lr_scale", 1.0)
+    control.register("ptx_coefficient", 0.05)
+
+    def text_loss(blocks: Any) -> float:
+        """Nats per token: up to 1.05, where it stays for a while, then lower; each block adds a little."""
+        seen.append(f"loss of {blocks.tolist()}")
+        return min(1.0 + 0.01 * control.iteration, 1.05) - 0.04 * (control.iteration > 20) + 1e-4 * len(blocks)
 
     def probe(prompts: Any, *, max_new_tokens: int) -> Any:
         seen.append(f"probe of {prompts} with {max_new_tokens} tokens")
@@ -79,6 +85,11 @@ def simulated_module(seen: list[str], experience: Any) -> Any:
 
     return SimpleNamespace(
         control=control,
+        held_out_text=torch.arange(40).reshape(20, 2),
+        read_text=lambda source, *, text_field, key: torch.full((20, 2), len(source) + len(text_field)),
+        text_loss=text_loss,
+        modules=lambda: iter(()),
+        train=lambda mode: None,
         reference=object(),
         iterations=ITERATIONS,
         device=torch.device("cpu"),

@@ -18,10 +18,23 @@ from tests.support import DecisionLog, Recorder, fit, tiny_module
 
 CONF = Path(__file__).resolve().parents[2] / "conf" / "callbacks"
 
+BENCHMARK = {"_target_": "tests.callbacks.test_conf.iterations", "_partial_": True}
+"""A benchmark."""
+
+
+def iterations(module: Any) -> float:
+    return 100.0 - module.control.iteration
+
+
 CHANGES: dict[str, dict[str, Any]] = {
     "adaptive_kl": {
         **{"target": 0.1, "mode": "doubling", "kp": 0.1, "ki": 0.1, "kd": 0.1, "smoothing": 0.5, "minimum": 0.02},
         **{"maximum": 0.4, "horizon": 100, "figure_every": None},
+    },
+    "adaptive_ptx": {
+        **{"every": 3, "text": "other.txt", "text_field": "words", "blocks": 3, "tolerance": 0.9, "mode": "pid"},
+        **{"smoothing": 0.2, "window": 3, "min_improvement": 0.9, "kp": 0.1, "ki": 0.1, "kd": 0.1, "minimum": 0.02},
+        **{"maximum": 0.07, "benchmarks": {"size": BENCHMARK}},
     },
     "advantage_vanish": {"threshold": 0.1, "relative": False},
     "alp_figures": {"every_n_iterations": 3},
@@ -69,6 +82,8 @@ def test_every_callback_has_a_file() -> None:
 
 BESIDE: dict[str, dict[str, Any]] = {
     "adaptive_kl.kp": {"ki": 0.0},
+    "adaptive_ptx.text_field": {"text": "other.txt"},
+    **{f"adaptive_ptx.{key}": {"mode": "pid"} for key in ("kp", "ki", "kd")},
     "adaptive_kl.horizon": {"mode": "proportional"},
     "adaptive_kl.minimum": {"target": 10.0},
     "kl_guard.soft": {"target": 0.04},
@@ -160,6 +175,7 @@ ACTING: dict[str, dict[str, Any]] = {
     "lr_backoff": {"patience": 1},
     "oom_guard": {"min_new_tokens": 1, "high": 0.85},
     "template": {"score": 1e-6, "patience": 100},
+    "adaptive_ptx": {"every": 1, "smoothing": 0.0, "tolerance": 0.999999},
     "calibrate": {"every": 1},
     **{name: {} for name in ("adaptive_kl", "advantage_vanish", "alp_figures", "efficiency_stop", "kl_guard")},
     **{name: {} for name in ("gradient_monitor", "samples_table")},
@@ -175,12 +191,14 @@ def test_all_callbacks_in_one_run_in_any_order(tmp_path: Path, monkeypatch: pyte
     own = {name: make(block(name) | settings) for name, settings in ACTING.items()}
     recorder, log = Recorder(), DecisionLog()
     narrow = {"clip_low": 1e-6, "clip_high": 1e-6}
-    module = tiny_module(iterations=3, kl={"coefficient": 0.1}, alp={}, loss=narrow)
+    ptx = {"source": [{"text": "1+1=2 " * 50}], "length": 16, "tokens_per_step": 32, "held_out": 2}
+    module = tiny_module(iterations=3, kl={"coefficient": 0.1}, alp={}, ptx=ptx, loss=narrow)
     ordered = list(own.values())[::-1] if reverse else list(own.values())
     trainer = fit(module, [*ordered, recorder], folder=tmp_path, logger=log)
     assert module.control.iteration == 3
     samples = [stats for _, stats in recorder.of("on_experience_ready")]
     assert [row[0] for row in own["adaptive_kl"].history] == [1, 2, 3]
+    assert own["adaptive_ptx"].scores == own["efficiency_stop"].scores and own["adaptive_ptx"].baseline
     assert own["efficiency_stop"].scores == [stats.score_mean for stats in samples]
     assert own["advantage_vanish"].sizes == [stats.advantage_raw_abs_mean for stats in samples]
     assert own["alp_figures"].iterations == [1, 2, 3] and own["template"].solved == 3

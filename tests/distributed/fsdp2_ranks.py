@@ -33,6 +33,14 @@ ROWS = 16
 UPDATE: dict[str, Any] = {"epochs": 1, "minibatch_size": 5, "micro_batch_tokens": 40}
 """Minibatches of 5, 5, 5 rows and 1, of which one rank gets none; micro-batches of two or three rows."""
 
+TEXT: dict[str, Any] = {
+    "source": [{"text": f"{a}*{a}={a * a} " * 20} for a in range(9)],
+    "length": 16,
+    "tokens_per_step": 48,
+    "coefficient": 0.3,
+}
+"""Three blocks of text per step: one rank has one of them twice, and it counts once."""
+
 GRADIENTS: dict[str, dict[str, Any]] = {
     "separate critic, ALP per layer": {"policy": {}, "module": {"alp": {"init_sigma": 1e-2, "ratio": "decoupled"}}},
     "shared critic, ALP per channel, checkpointing, tied": {
@@ -44,6 +52,7 @@ GRADIENTS: dict[str, dict[str, Any]] = {
         },
     },
     "LoRA": {"policy": {"lora": {"r": 2}}, "module": {}},
+    "PPO-ptx": {"policy": {"activation_checkpointing": True}, "module": {"ptx": TEXT}, "tie_embeddings": True},
     "offload": {"policy": {}, "module": {}, "strategy": {"cpu_offload": True}},
 }
 """Settings under which gradients are compared with those of one process."""
