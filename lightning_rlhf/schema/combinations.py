@@ -25,6 +25,7 @@ def combinations(config: Mapping[str, Any]) -> Iterator[Problem]:
     yield from _processes(config, batch)
     yield from _estimator(config, settings, batch)
     yield from _corrections(config)
+    yield from _conservative(config, settings)
 
 
 def _sizes(config: Mapping[str, Any], settings: PPOSettings, batch: BatchSizes) -> Iterator[Problem]:
@@ -97,3 +98,13 @@ def _corrections(config: Mapping[str, Any]) -> Iterator[Problem]:
             "null with module.alp.ratio = unified: the ratio perturbed current / engine contains the correction, "
             "weights on top would count the gap twice; module.alp.ratio=decoupled uses weights",
         )
+
+
+def _conservative(config: Mapping[str, Any], settings: PPOSettings) -> Iterator[Problem]:
+    """Check that there is a KL coefficient for ``data.conservative`` to multiply."""
+    conservative = get(config, "data.conservative")
+    blocks = (get(config, "callbacks") or {}).values()
+    steered = any(str(block.get("_target_")).endswith("AdaptiveKL") for block in blocks if isinstance(block, Mapping))
+    if conservative is not None and settings.kl.coefficient == 0 and not steered:
+        allowed = "null with module.kl.coefficient = 0: there is no KL penalty that it could multiply"
+        yield Problem("data.conservative", conservative, allowed)
