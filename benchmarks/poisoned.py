@@ -10,8 +10,8 @@ prompt is visited about five times. Ten prompts are poisoned, in one of three wa
 A cell is one run with one kind, one number of samples and one seed. After it the keys that were flagged are
 blacklisted, and the run is done again; the last columns are the mean of ``reward/std`` squared over the iterations.
 
-    python benchmarks/poisoned.py                                  # everything, about half an hour on one core
-    python benchmarks/poisoned.py --kinds noise --seeds 1          # one kind
+    python -m benchmarks.poisoned                                  # everything
+    python -m benchmarks.poisoned --kinds noise --seeds 1          # one kind
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from lightning import Callback, Trainer
 
 from lightning_rlhf import schema
 from lightning_rlhf.assembly import assemble, make_trainer
-from lightning_rlhf.callbacks.prompt_monitor import SUSPECTS
 from lightning_rlhf.data.tasks import ArithmeticTask
 from lightning_rlhf.experience import prompt_key
+from lightning_rlhf.reporting.prompt_records import FOLDER, SUSPECTS
 from lightning_rlhf.rewards import RewardBatch
 
 KINDS = ("noise", "garbled", "contradictory")
@@ -85,27 +85,40 @@ class Spreads(Callback):
         self.seen.append(float(trainer.callback_metrics["reward/std"]))
 
 
-def run(kind: str, samples: int, seed: int, folder: Path, blacklist: Iterable[str] = ()) -> float:
+def composed(*overrides: str) -> dict[str, Any]:
+    """The checked configuration."""
+    common = ("logger=none", "trainer.enable_progress_bar=false", "progress_every=null")
+    with hydra.initialize_config_module("lightning_rlhf.conf", version_base="1.3"):
+        return schema.check(hydra.compose("train", overrides=[*common, *overrides]))
+
+
+def warm_model(folder: Path) -> list[str]:
+    """Teach the quickstart's model to add, on clean problems, and save it; returns the overrides that load it."""
+    config = composed(f"output_dir={folder}")
+    loaded, rates = assemble(config).loaded, config["model"]["lr"]
+    loaded.lm.save_pretrained(folder / "model")
+    loaded.tokenizer.save_pretrained(folder / "model")
+    return [
+        *("model=hf", "recipe=tiny", "warmup=none", f"model.source.path={folder / 'model'}"),
+        *("model.source.chat_template=null", f"model.lr.actor={rates['actor']}", f"model.lr.critic={rates['critic']}"),
+    ]
+
+
+def run(kind: str, samples: int, seed: int, folder: Path, model: list[str], blacklist: Iterable[str] = ()) -> float:
     """One run in ``folder``; returns the mean variance of the rewards of an iteration."""
     folder.mkdir(parents=True)
     data, listed = folder / "rows.jsonl", folder / "blacklist.txt"
     spoiled = rows(kind, PROMPTS, POISONED, seed)
     data.write_text("".join(json.dumps(row) + "\n" for row in spoiled), encoding="utf-8")
     listed.write_text("".join(f"{key}\n" for key in blacklist), encoding="utf-8")
-    overrides = [
-        *("logger=none", "callbacks=[minimal,prompt_monitor]", "callbacks.checkpoint=null", f"output_dir={folder}"),
-        *(f"seed={seed}", f"iterations={ITERATIONS}", f"data.prompts_per_iteration={PROMPTS * VISITS // ITERATIONS}"),
-        *(
-            f"data.train={data}",
-            f"data.blacklist={listed}",
-            "data.validation=null",
-            "trainer.enable_progress_bar=false",
-        ),
-        *("progress_every=null", f"+reward.terms.noise.reward={{_target_: benchmarks.poisoned.Noise, seed: {seed}}}"),
+    config = composed(
+        *model,
+        *("callbacks=[minimal,prompt_monitor]", "callbacks.checkpoint=null", f"output_dir={folder}", f"seed={seed}"),
+        *(f"iterations={ITERATIONS}", f"data.prompts_per_iteration={PROMPTS * VISITS // ITERATIONS}"),
+        *(f"data.train={data}", f"data.blacklist={listed}", "data.validation=null"),
+        f"+reward.terms.noise.reward={{_target_: benchmarks.poisoned.Noise, seed: {seed}}}",
         *SETTINGS[samples],
-    ]
-    with hydra.initialize_config_module("lightning_rlhf.conf", version_base="1.3"):
-        config = schema.check(hydra.compose("train", overrides=overrides))
+    )
     parts, trainer, spreads = assemble(config), make_trainer(config), Spreads()
     trainer.callbacks.append(spreads)  # type: ignore[attr-defined]
     with closing(parts.module.engine):
@@ -113,18 +126,18 @@ def run(kind: str, samples: int, seed: int, folder: Path, blacklist: Iterable[st
     return statistics.mean(spread**2 for spread in spreads.seen)
 
 
-def cell(kind: str, samples: int, seed: int) -> dict[str, Any]:
+def cell(kind: str, samples: int, seed: int, model: list[str]) -> dict[str, Any]:
     """One row of the table."""
     poisoned = {prompt_key(row["prompt"]) for row in rows(kind, PROMPTS, POISONED, seed)[:POISONED]}
     with tempfile.TemporaryDirectory() as folder:
-        before = run(kind, samples, seed, Path(folder) / "first")
-        found = json.loads((Path(folder) / "first" / SUSPECTS).read_text(encoding="utf-8"))
+        before = run(kind, samples, seed, Path(folder) / "first", model)
+        found = json.loads((Path(folder) / "first" / FOLDER / SUSPECTS).read_text(encoding="utf-8"))
         flagged = {suspect["key"] for suspect in found["suspects"]}
-        after = run(kind, samples, seed, Path(folder) / "second", flagged)
-    reasons = [reason for s in found["suspects"] if s["key"] not in poisoned for reason in s["reasons"]]
+        after = run(kind, samples, seed, Path(folder) / "second", model, flagged)
+    good = [s["reasons"] for s in found["suspects"] if s["key"] not in poisoned]
     return {
-        **{"kind": kind, "samples": samples, "seed": seed, "poisoned found": len(flagged & poisoned)},
-        **{"good flagged": len(flagged - poisoned), "by": ",".join(sorted(set(reasons)))},
+        **{"poison": kind, "samples": samples, "seed": seed, "poisoned found": len(flagged & poisoned)},
+        **{"good flagged": len(good), "by": ", ".join(sorted({name for names in good for name in names}))},
         **{"variance": f"{before:.3f}", "without them": f"{after:.3f}"},
     }
 
@@ -138,13 +151,14 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     logging.getLogger("lightning_rlhf").setLevel(logging.ERROR)
-    for number, (kind, samples, seed) in enumerate(
-        itertools.product(arguments.kinds, arguments.samples, arguments.seeds)
-    ):
-        row = cell(kind, samples, seed)
-        if not number:
-            print("| " + " | ".join(row) + " |", "| --- " * len(row) + "|", sep="\n")
-        print("| " + " | ".join(map(str, row.values())) + " |", flush=True)
+    cells = itertools.product(arguments.kinds, arguments.samples, arguments.seeds)
+    with tempfile.TemporaryDirectory() as folder:
+        model = warm_model(Path(folder))
+        for number, (kind, samples, seed) in enumerate(cells):
+            row = cell(kind, samples, seed, model)
+            if not number:
+                print("| " + " | ".join(row) + " |", "| --- " * len(row) + "|", sep="\n")
+            print("| " + " | ".join(map(str, row.values())) + " |", flush=True)
 
 
 if __name__ == "__main__":

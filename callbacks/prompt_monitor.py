@@ -20,9 +20,7 @@ from lightning_rlhf.functional.outliers import median
 from lightning_rlhf.metrics.experience import row_kl
 from lightning_rlhf.metrics.prompt_statistics import MEASURES, PromptStatistics, Standing, Visit
 from lightning_rlhf.module import ActorCriticModule
-
-SUSPECTS = Path("prompts") / "suspects.json"
-"""File in the run's folder: the prompts that are flagged now."""
+from lightning_rlhf.reporting.prompt_records import FOLDER, SUSPECTS
 
 NAMED = 3
 """Prompts that a decision's reason names."""
@@ -77,7 +75,7 @@ class PromptMonitor(RLHFCallback):
             more = f" and {len(new) - NAMED} more" if len(new) > NAMED else ""
             module.control.note("suspect_prompts", f"unlike the other {judged} prompts: {named}{more}")
         if trainer.is_global_zero:
-            self._write(Path(trainer.default_root_dir) / SUSPECTS, stats.iteration, judged, suspects, standing)
+            self._write(Path(trainer.default_root_dir) / FOLDER / SUSPECTS, stats.iteration, judged, suspects, standing)
 
     def _reasons(self, standing: Standing) -> dict[str, list[str]]:
         """The measures by which each flagged prompt stands out, in the order of first visits."""

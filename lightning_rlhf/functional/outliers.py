@@ -12,8 +12,9 @@ TAIL = 0.02
 TAIL_DEVIATIONS = 1.5
 """Deviations between the median and the quantile 1 - :data:`TAIL`.
 
-Of a normal distribution it would be 2.05. With 1.5 a z of 3 lies at twice the quantile's distance, which eight values in
-ten thousand of an exponential distribution exceed, and six in a thousand of Student's t with 3 degrees of freedom."""
+Of a normal distribution it would be 2.05. With 1.5 a z of 3 lies at twice the quantile's distance, which eight values
+in ten thousand of an exponential distribution exceed, and six in a thousand of Student's t with 3 degrees of freedom.
+"""
 
 
 def robust_z(values: Tensor, *, floor: float) -> Tensor:

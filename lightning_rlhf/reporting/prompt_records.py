@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import pyarrow
 
 FOLDER = "prompts"
+SUSPECTS = "suspects.json"
+"""File in that folder: the prompts that stand out now, as the callback prompt_monitor finds them."""
 PIECE = re.compile(r"iterations_(\d+)-(\d+)\.rank_(\d+)\.parquet")
 START = re.compile(r"start_(\d+)")
 
@@ -71,11 +73,11 @@ def pieces(folder: Path) -> list[Piece]:
             found.setdefault(int(start[1]), []).append(Piece(path, int(start[1]), first, last, rank))
     kept: list[Piece] = []
     end: float = float("inf")
-    for start in sorted(found, reverse=True):
-        for piece in _without_doubles(found[start]):
+    for number in sorted(found, reverse=True):
+        for piece in _without_doubles(found[number]):
             if piece.first < end:
-                kept.append(Piece(piece.path, start, piece.first, int(min(piece.last, end - 1)), piece.rank))
-        end = min(end, *(piece.first for piece in found[start]))
+                kept.append(replace(piece, last=int(min(piece.last, end - 1))))
+        end = min(end, *(piece.first for piece in found[number]))
     return sorted(kept, key=lambda piece: (piece.first, piece.rank))
 
 
