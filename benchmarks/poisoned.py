@@ -20,6 +20,7 @@ import argparse
 import itertools
 import json
 import logging
+import math
 import random
 import statistics
 import tempfile
@@ -45,7 +46,10 @@ NOISE = 10.0
 PROMPTS, POISONED, ITERATIONS, VISITS = 1000, 10, 20, 5
 SETTINGS = {
     1: (),
-    4: ("rollout.samples=4", "module.advantage.estimator=grpo", "model.policy.critic=none"),
+    4: (
+        *("rollout.samples=4", "module.advantage.estimator=grpo", "model.policy.critic=none"),
+        *("module.update.epochs=1", "module.update.minibatch_size=500"),
+    ),
 }
 """Overrides by samples of a prompt: PPO with a critic, GRPO without."""
 
@@ -126,19 +130,19 @@ def run(kind: str, samples: int, seed: int, folder: Path, model: list[str], blac
     return statistics.mean(spread**2 for spread in spreads.seen)
 
 
-def cell(kind: str, samples: int, seed: int, model: list[str]) -> dict[str, Any]:
+def cell(kind: str, samples: int, seed: int, model: list[str], *, again: bool) -> dict[str, Any]:
     """One row of the table."""
     poisoned = {prompt_key(row["prompt"]) for row in rows(kind, PROMPTS, POISONED, seed)[:POISONED]}
     with tempfile.TemporaryDirectory() as folder:
         before = run(kind, samples, seed, Path(folder) / "first", model)
         found = json.loads((Path(folder) / "first" / FOLDER / SUSPECTS).read_text(encoding="utf-8"))
         flagged = {suspect["key"] for suspect in found["suspects"]}
-        after = run(kind, samples, seed, Path(folder) / "second", model, flagged)
+        after = run(kind, samples, seed, Path(folder) / "second", model, flagged) if again else math.nan
     good = [s["reasons"] for s in found["suspects"] if s["key"] not in poisoned]
     return {
         **{"poison": kind, "samples": samples, "seed": seed, "poisoned found": len(flagged & poisoned)},
         **{"good flagged": len(good), "by": ", ".join(sorted({name for names in good for name in names}))},
-        **{"variance": f"{before:.3f}", "without them": f"{after:.3f}"},
+        **{"variance": f"{before:.3f}", "without them": f"{after:.3f}" if again else "-"},
     }
 
 
@@ -147,6 +151,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--samples", type=int, nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--once", action="store_true", help="leave out the second run, without the flagged prompts")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -155,7 +160,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = warm_model(Path(folder))
         for number, (kind, samples, seed) in enumerate(cells):
-            row = cell(kind, samples, seed, model)
+            row = cell(kind, samples, seed, model, again=not arguments.once)
             if not number:
                 print("| " + " | ".join(row) + " |", "| --- " * len(row) + "|", sep="\n")
             print("| " + " | ".join(map(str, row.values())) + " |", flush=True)

@@ -62,7 +62,7 @@ def behaviour(callback: RLHFCallback, experience: Any, folder: Path, monkeypatch
         hooks.on_train_end(trainer, module)
     seen += [str(warning.message) for warning in caught]
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return seen + [f"{path.relative_to(folder)}: {path.read_text(encoding='utf-8')}" for path in files]
+    return seen + [f"{path.relative_to(folder)}: {path.read_bytes().decode(errors='replace')}" for path in files]
 
 
 def simulated_module(seen: list[str], experience: Any) -> Any:
@@ -100,6 +100,8 @@ class Prompts:
 
     def __init__(self, count: int = 32) -> None:
         self.count = count
+        self.keys: list[str] = []
+        self.rows: list[dict[str, Any]] = []
 
     def __len__(self) -> int:
         return self.count
