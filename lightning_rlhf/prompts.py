@@ -122,6 +122,8 @@ def records_of(run: Path, keys: Iterable[str]) -> dict[str, list[dict[str, Any]]
     found: dict[str, list[dict[str, Any]]] = {}
     for row in read_records(run, keys=list(keys)):
         found.setdefault(row["key"], []).append(row)
+    for rows in found.values():
+        rows.sort(key=lambda row: row["iteration"])  # pieces of several ranks follow one another
     return found
 
 

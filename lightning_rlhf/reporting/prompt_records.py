@@ -145,7 +145,7 @@ def read_records(
     since: int = 0,
     rank: int | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """The records of a run, in the order of iterations, each iteration as it was done last.
+    """The records of a run, each iteration as it was done last; in the order of iterations within each rank.
 
     Args:
         folder: the run's.
