@@ -43,7 +43,8 @@ class PromptMonitor(RLHFCallback):
     """
 
     def __init__(self, window: int = 10, z: float = 3.0, min_visits: int = 3, min_prompts: int = 50) -> None:
-        bounded("prompt_monitor", at_least=2, whole=True, window=window, min_visits=min_visits)
+        bounded("prompt_monitor", at_least=2, whole=True, window=window)
+        bounded("prompt_monitor", at_least=1, whole=True, min_visits=min_visits)
         bounded("prompt_monitor", above=0, z=z)
         bounded("prompt_monitor", at_least=3, whole=True, min_prompts=min_prompts)
         self.window, self.z, self.min_visits, self.min_prompts = window, z, min_visits, min_prompts
