@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning import Trainer
 
 from lightning_rlhf.callbacks.base import RLHFCallback
@@ -82,9 +83,9 @@ class PromptMonitor(RLHFCallback):
         """The measures by which each flagged prompt stands out, in the order of first visits."""
         over = {name: standing.z[name] > self.z for name in MEASURES}
         over["reward"] = standing.z["reward"].abs() > self.z
-        marks = {name: flags.tolist() for name, flags in over.items()}
-        found = {key: [name for name in MEASURES if marks[name][row]] for key, row in self.statistics.index.items()}
-        return {key: names for key, names in found.items() if names}
+        rows = torch.stack(list(over.values())).any(0).nonzero().flatten().tolist()
+        keys = list(self.statistics.index)
+        return {keys[row]: [name for name in MEASURES if over[name][row]] for row in rows}
 
     def _suspect(self, key: str, reasons: list[str], standing: Standing) -> dict[str, Any]:
         row = self.statistics.index[key]

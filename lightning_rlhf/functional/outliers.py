@@ -41,31 +41,23 @@ def robust_z(values: Tensor, *, floor: float) -> Tensor:
     if not floor > 0:
         raise ValueError(f"robust_z: floor = {floor} is not allowed: a number > 0")
     values = values.double()
-    measured = values[~values.isnan()]
-    if not measured.numel():
+    measured = values[~values.isnan()].sort().values
+    if not len(measured):
         return values
-    middle = median(measured)
-    away = measured - middle
-    deviation = NORMAL_MAD * median(away.abs())
-    low, high = (max(deviation, _tail(side * away) / TAIL_DEVIATIONS, floor) for side in (-1.0, 1.0))
+    middle = _middle(measured)
+    deviation = NORMAL_MAD * median((measured - middle).abs())
+    outside = min(len(measured) - 1, max(1, int(TAIL * len(measured))))  # values beyond each quantile, at least one
+    low, high = middle - float(measured[outside]), float(measured[-1 - outside]) - middle
+    low, high = (max(deviation, tail / TAIL_DEVIATIONS, floor) for tail in (low, high))
     distance = values - middle
     return distance / torch.where(distance < 0, low, high)
 
 
 def median(values: Tensor) -> float:
     """The median; the mean of the two middle values of an even number (``torch.median`` takes the lower one)."""
-    return float(values.double().quantile(0.5)) if len(values) < _QUANTILE_LIMIT else _sorted_median(values)
+    return _middle(values.double().sort().values)
 
 
-_QUANTILE_LIMIT = 2**24
-"""``torch.quantile`` refuses larger inputs."""
-
-
-def _sorted_median(values: Tensor) -> float:
-    ordered, half = values.double().sort().values, len(values) // 2
-    return float(ordered[half] if len(values) % 2 else (ordered[half - 1] + ordered[half]) / 2)
-
-
-def _tail(away: Tensor) -> float:
-    """The value with the share :data:`TAIL` of all values above it, rounded so that at least one is above it."""
-    return float(away.sort(descending=True).values[min(len(away) - 1, max(1, int(TAIL * len(away))))])
+def _middle(ordered: Tensor) -> float:
+    half = len(ordered) // 2
+    return float(ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2)

@@ -58,7 +58,7 @@ class PromptStatistics:
     over the data takes long, most prompts are not among the last iterations at all. The policy changes between visits,
     so scores and KLs count relative to the median prompt of their iteration.
 
-    One prompt takes ``24 * window`` bytes in tensors and its key, whatever its texts.
+    One prompt takes ``24 * window + 48`` bytes in tensors and its key, whatever its texts.
 
     Args:
         window: visits that are kept.
@@ -70,6 +70,8 @@ class PromptStatistics:
         """Row of each prompt key, in the order of first visits."""
         self.visits = torch.zeros(0, dtype=torch.int64)
         self._rings = torch.zeros(0, len(FIELDS), window, dtype=torch.float32)
+        # Kept, as only the visited prompts' numbers change in an iteration.
+        self._numbers = torch.zeros(0, 2 + len(MEASURES), dtype=torch.float64)
 
     def __len__(self) -> int:
         return len(self.index)
@@ -96,6 +98,7 @@ class PromptStatistics:
         for field, name in enumerate(FIELDS):
             self._rings[rows, field, column] = numbers[name].float()
         self.visits[rows] += 1
+        self._numbers[rows] = _numbers(self._rings[rows])
 
     def _make_room(self) -> None:
         """Grow by doubling, so that a new prompt costs nothing most of the time."""
@@ -104,37 +107,48 @@ class PromptStatistics:
             more = max(missing, len(self.visits))
             self.visits = torch.cat([self.visits, self.visits.new_zeros(more)])
             self._rings = torch.cat([self._rings, self._rings.new_zeros(more, len(FIELDS), self.window)])
+            self._numbers = torch.cat([self._numbers, self._numbers.new_zeros(more, self._numbers.shape[1])])
 
     def standing(self, min_visits: int) -> Standing:
         """All prompts, judged if they have at least ``min_visits`` visits (not only those in the window)."""
         count = len(self.index)
-        rings = self._rings[:count].double()
-        samples, score, score_centre, squares, kl, kl_centre = rings.unbind(1)
-        relative = (score - score_centre).where(samples > 0, torch.nan)
-        inner = samples * ~_farthest(relative)
-        mean = _weighted_mean(relative, inner)
-        values = {
-            "reward": mean,
-            "spread": _inner_spread(samples, relative, squares),
-            "kl": _weighted_mean(kl - kl_centre, samples * ~_farthest(kl - kl_centre)),
-        }
+        samples, scores, *compared = self._numbers[:count].unbind(-1)
+        values = dict(zip(MEASURES, compared, strict=True))
         judged = self.visits[:count] >= min_visits
         candidates = {name: value.where(judged, torch.nan) for name, value in values.items()}
         typical = typical_deviation(candidates["reward"], candidates["spread"])
         floors = {"reward": typical / 3, "spread": typical / 3, "kl": KL_FLOOR}
         z = {name: robust_z(candidates[name], floor=floors[name]) for name in MEASURES}
-        return Standing(samples.sum(-1), _weighted_mean(score, samples), values, z)
+        return Standing(samples, scores, values, z)
 
     def state_dict(self) -> dict[str, Any]:
         """Keys and tensors, without the room for further prompts."""
         count = len(self.index)
-        return {"keys": list(self.index), "visits": self.visits[:count].clone(), "rings": self._rings[:count].clone()}
+        tensors = {"visits": self.visits, "rings": self._rings, "numbers": self._numbers}
+        return {"keys": list(self.index)} | {name: tensor[:count].clone() for name, tensor in tensors.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned; of a longer window the newest visits are kept."""
         self.index = {key: row for row, key in enumerate(state["keys"])}
-        self.visits = state["visits"].clone()
+        self.visits, self._numbers = state["visits"].clone(), state["numbers"].clone()
         self._rings = _resized(state["rings"], self.visits, self.window)
+        if state["rings"].shape[-1] != self.window:
+            self._numbers = _numbers(self._rings)
+
+
+def _numbers(rings: Tensor) -> Tensor:
+    """``[P, 5]`` float64 from ring buffers: samples, mean score, and the numbers of :data:`MEASURES`."""
+    samples, score, score_centre, squares, kl, kl_centre = rings.double().unbind(1)
+    relative = (score - score_centre).where(samples > 0, torch.nan)
+    distance = kl - kl_centre
+    columns = [
+        samples.sum(-1),
+        _weighted_mean(score, samples),
+        _weighted_mean(relative, samples * ~_farthest(relative)),
+        _inner_spread(samples, relative, squares),
+        _weighted_mean(distance, samples * ~_farthest(distance)),
+    ]
+    return torch.stack(columns, dim=-1)
 
 
 def typical_deviation(means: Tensor, spreads: Tensor) -> float:

@@ -117,7 +117,7 @@ def test_a_resumed_run_flags_the_same_prompts_bit_for_bit(tmp_path: Path) -> Non
     first, second = states
     assert first["since"] == second["since"] and set(first["since"]) >= BAD and weights[0] == weights[1]
     assert first["statistics"]["keys"] == second["statistics"]["keys"]
-    for name in ("visits", "rings"):
+    for name in ("visits", "rings", "numbers"):
         assert torch.equal(first["statistics"][name], second["statistics"][name])
 
 
