@@ -76,6 +76,9 @@ class PromptStatistics:
     def __len__(self) -> int:
         return len(self.index)
 
+    def __repr__(self) -> str:
+        return f"PromptStatistics(window={self.window}, prompts={len(self)})"
+
     def add(self, visits: Sequence[Visit]) -> None:
         """The visits of one iteration, of all ranks; each prompt once."""
         if not visits:
