@@ -38,8 +38,9 @@ def behaviour(callback: RLHFCallback, experience: Any, folder: Path, monkeypatch
     away = torch.linspace(-2.0, 2.0, experience.old_logprobs.numel()).reshape(experience.old_logprobs.shape)
     experience.ref_logprobs = experience.old_logprobs + away
     draw = random.Random(7)
+    log = SimpleNamespace(log_table=lambda *table: seen.append(str(table)))
     module, trainer = simulated_module(seen, experience), SimpleNamespace(
-        default_root_dir=folder, is_global_zero=True, loggers=[], callbacks=[callback]
+        default_root_dir=folder, is_global_zero=True, loggers=[log], callbacks=[callback]
     )  # fmt: skip
     hooks: Any = callback
     with warnings.catch_warnings(record=True) as caught:

@@ -34,7 +34,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "length_curriculum": {"start": 4, "iterations": 3, "max_truncated": None},
     "lr_backoff": {"patience": 1, "factor": 0.9, "recovery": 1.0, "minimum": 0.5},
     "oom_guard": {"retry_after": 1, "high": 0.9, "low": 0.1, "length_step": 0.5, "min_new_tokens": 2},
-    "prompt_monitor": {"window": 3, "z": 1.0, "min_visits": 5, "min_prompts": 5},
+    "prompt_monitor": {"window": 3, "z": 1.0, "min_visits": 5, "min_prompts": 9},
     "prompt_records": {"every_n_iterations": 7, "rows": 3},
     "template": {"score": 0.5, "patience": 1},
 }
