@@ -143,7 +143,7 @@ def _numbers(rings: Tensor) -> Tensor:
     """``[P, 5]`` float64 from ring buffers: samples, mean score, and the numbers of :data:`MEASURES`."""
     samples, score, score_centre, squares, kl, kl_centre = rings.double().unbind(1)
     relative = (score - score_centre).where(samples > 0, torch.nan)
-    distance = kl - kl_centre
+    distance = (kl - kl_centre).where(samples > 0, torch.nan)
     columns = [
         samples.sum(-1),
         _weighted_mean(score, samples),
