@@ -47,6 +47,8 @@ def all_callbacks(new_tokens: int) -> list[Callback]:
         kit.OOMGuard(),
         kit.LengthCurriculum(new_tokens, iterations=1),
         kit.EfficiencyStop(window=10_000),
+        kit.PromptMonitor(),
+        kit.PromptRecords(),
         kit.SamplesTable(),
     ]
 

@@ -91,6 +91,8 @@ TESTS: dict[str, tuple[str, ...]] = {
             "lr_backoff": (),
             "oom_guard": (),
             "progress": (),
+            "prompt_monitor": ("tests/metrics/test_prompt_statistics.py",),
+            "prompt_records": (),
             "samples_table": (),
         }.items()
     },

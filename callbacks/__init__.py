@@ -18,6 +18,8 @@ from lightning_rlhf.callbacks.kl_guard import KLGuard
 from lightning_rlhf.callbacks.length_curriculum import LengthCurriculum
 from lightning_rlhf.callbacks.lr_backoff import LRBackoff
 from lightning_rlhf.callbacks.oom_guard import OOMGuard
+from lightning_rlhf.callbacks.prompt_monitor import PromptMonitor
+from lightning_rlhf.callbacks.prompt_records import PromptRecords
 from lightning_rlhf.callbacks.samples_table import SamplesTable
 
 __all__ = [
@@ -35,6 +37,8 @@ __all__ = [
     "LRBackoff",
     "LengthCurriculum",
     "OOMGuard",
+    "PromptMonitor",
+    "PromptRecords",
     "RLHFCallback",
     "SamplesTable",
 ]

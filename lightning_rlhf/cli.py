@@ -1,4 +1,4 @@
-"""The command ``lightning-rlhf train | eval | export | serve``. Verbs import heavy packages when needed."""
+"""The command ``lightning-rlhf train | eval | export | prompts | serve``. Verbs import heavy packages when needed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_rlhf.threads import wait_passively
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-VERBS = ("train", "eval", "export", "serve")
+VERBS = ("train", "eval", "export", "prompts", "serve")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "train": _train,
         "eval": _eval,
         "export": _export,
+        "prompts": _prompts,
         "serve": _serve,
     }
     verb, rest = arguments[0], arguments[1:]
@@ -256,6 +257,12 @@ def _export(arguments: list[str]) -> None:
     with Signals():
         folder = export_checkpoint(options["checkpoint"], options["output"], overrides, **chosen)
     print(f"exported to {folder}; load it with AutoModelForCausalLM.from_pretrained({str(folder)!r})")
+
+
+def _prompts(arguments: list[str]) -> None:
+    from lightning_rlhf.prompts import Options, show
+
+    show(Options.of(arguments))
 
 
 def _serve(arguments: list[str]) -> None:

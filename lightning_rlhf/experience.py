@@ -59,6 +59,7 @@ class PromptBatch:
         passes: completed passes over the data when the prompt was drawn (the data epoch).
         copies: how many earlier rows of the data have the same key; all 0 if not given. Copies of a prompt in one pass
             get different seeds.
+        kl_scales: factor on the KL coefficient of each prompt; empty where no prompt has one of its own.
     """
 
     ids: list[list[int]]
@@ -67,6 +68,7 @@ class PromptBatch:
     rows: list[dict[str, Any]]
     passes: list[int]
     copies: list[int] = field(default_factory=list)
+    kl_scales: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.copies = self.copies or [0] * len(self.ids)
@@ -227,6 +229,7 @@ class Experience(Rollout):
         rewards: ``[B]`` float32, the score after clipping, penalties of termination and normalisation.
         old_logprobs: ``[B, R]`` log-probabilities under the policy before the update.
         ref_logprobs: ``[B, R]`` log-probabilities under the reference model.
+        kl_scale: ``[B]`` factor on the KL coefficient of each row; absent means 1.
         entropy: ``[B, R]`` entropy (nats) of the policy before the update.
         penalty: ``[B]`` float32, added to the score beside the penalties of termination (safety filter).
         reward_override: ``[B, R]`` float32; where not NaN it replaces the token's reward, after normalisation and the
@@ -248,6 +251,7 @@ class Experience(Rollout):
     reward_override: Tensor | None = None
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
+    kl_scale: Tensor | None = None
     entropy: Tensor | None = None
     values: Tensor | None = None
     final_values: Tensor | None = None

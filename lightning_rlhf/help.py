@@ -11,6 +11,7 @@ lightning-rlhf {version}: reinforcement learning of language models
   lightning-rlhf train  [key=value ...]                           train; without arguments, the quickstart
   lightning-rlhf eval   checkpoint=RUN_OR_FILE [key=value ...]    score held-out prompts with a checkpoint
   lightning-rlhf export checkpoint=RUN_OR_FILE output=FOLDER      write a Hugging Face folder
+  lightning-rlhf prompts RUN [--why KEY] [--export FOLDER]        the prompts that stand out, and why
   lightning-rlhf serve  [port=8000 ...] [key=value ...]           start a vLLM server for a run (rollout=vllm_server)
 
 What each takes: lightning-rlhf train --help, and so on. The version: --version
@@ -84,6 +85,23 @@ examples
   lightning-rlhf export checkpoint=outputs/2026-01-31/12-00-00 output=my-model force=true
 """
 
+PROMPTS = """\
+lightning-rlhf prompts RUN [--why KEY] [--export FOLDER]
+
+Lists the prompts of a run whose reward, spread of rewards or KL lies far from that of the others. The run needs the
+callbacks prompt_monitor and prompt_records, which callbacks=stability has.
+
+  RUN                  a run's folder, or latest: the run below outputs/ that was started last
+  --why KEY            one prompt: its text, its numbers at every visit, its newest responses
+  --export FOLDER      a page to review the suspects, their samples as JSONL, and two lists of keys to edit
+                       (data.blacklist=FILE: not trained on; data.conservative=FILE: a larger KL coefficient)
+
+examples
+  lightning-rlhf prompts outputs/2026-01-31/12-00-00
+  lightning-rlhf prompts latest --why 1f2e3d4c5b6a7988
+  lightning-rlhf prompts latest --export review
+"""
+
 SERVE = """\
 lightning-rlhf serve [option=value ...] [key=value ...] [-- options of vLLM ...]
 
@@ -110,7 +128,8 @@ examples
 def help_text(verb: str | None = None) -> str:
     """Help of a verb, or of the command."""
     if verb != "train":
-        return {"eval": EVAL, "export": EXPORT, "serve": SERVE}.get(verb or "", COMMAND.format(version=__version__))
+        texts = {"eval": EVAL, "export": EXPORT, "prompts": PROMPTS, "serve": SERVE}
+        return texts.get(verb or "", COMMAND.format(version=__version__))
     width = max(len(name) for name in groups())
     lines = [f"  {name:<{width}}  {', '.join(options)}" for name, options in groups().items()]
     return TRAIN.format(groups="\n".join(lines))

@@ -80,6 +80,7 @@ class Logbook:
         dropped = getattr(getattr(module.trainer, "datamodule", None), "dropped", None)
         if dropped is not None:
             numbers["data/prompts_dropped"] = sum(dropped.values())
+        numbers |= getattr(getattr(module.trainer, "datamodule", None), "list_numbers", {})
         numbers["perf/tokens_per_second"] = tokens / self._times["iteration"]
         peak = peak_bytes(module.device)
         if peak is not None:

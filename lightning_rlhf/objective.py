@@ -57,7 +57,8 @@ def micro_batch_loss(module: ActorCriticModule, micro: MiniBatch, metrics: Metri
     if micro.ref_logprobs is not None and settings.kl.placement == "loss":
         penalty = kl_estimate(output.logprobs, micro.ref_logprobs, settings.kl.estimator, mask=mask)
         kl = aggregate(penalty, mask, micro.scale)
-        total = total + module.control.value("kl_coefficient") * kl
+        paid = kl if micro.kl_scale is None else aggregate(micro.kl_scale.unsqueeze(-1) * penalty, mask, micro.scale)
+        total = total + module.control.value("kl_coefficient") * paid
         metrics.sum("kl/loss", kl)
     for name, term in module.extra_losses(micro).items():
         total = total + term

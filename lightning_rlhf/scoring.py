@@ -62,6 +62,8 @@ def score_rewards(
     device = rollout.response_ids.device
     experience.scores = output.total.to(device)
     experience.components = {name: term.to(device) for name, term in output.components.items()}
+    if asked.kl_scales:
+        experience.kl_scale = torch.tensor(asked.kl_scales, dtype=torch.float32, device=device)
     return experience
 
 
@@ -154,7 +156,8 @@ def compute_advantages(
     Args:
         experience: scored; filled in place.
         settings: of the module.
-        beta: current KL coefficient; part of the rewards only with ``kl.placement=reward``.
+        beta: current KL coefficient, times ``experience.kl_scale`` where rows have one; part of the rewards only with
+            ``kl.placement=reward``.
         moments: of all scores so far, for ``normalise: running``; updated.
         metrics: receives the KL to the reference.
     """
@@ -175,6 +178,8 @@ def compute_advantages(
         per_sequence = kl.masked_fill(~mask, 0.0).sum(-1)
         metrics.mean("kl/ref", kl, valid)
         metrics.mean("kl/ref_sequence", per_sequence, rows)
+        if experience.kl_scale is not None:  # from here on the KL that is paid for, not the one that is measured
+            kl, per_sequence = experience.kl_scale.unsqueeze(-1) * kl, experience.kl_scale * per_sequence
         # Where the reference's probability is 0 the KL is infinite, and 0 * inf is NaN.
         taken, weighed = (c * per_sequence if c else torch.zeros_like(per_sequence) for c in (penalty, beta))
         metrics.mean("kl/reward_penalty", -taken, rows)

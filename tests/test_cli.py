@@ -56,7 +56,7 @@ def test_help_of_the_command_names_the_verbs(capsys):
     for arguments in ([], ["--help"], ["-h"], ["help"]):
         assert cli.main(arguments) == 0
         text = capsys.readouterr().out
-        for word in ("train", "eval", "export", "serve", "--help", "--version", "HYDRA_FULL_ERROR"):
+        for word in ("train", "eval", "export", "prompts", "serve", "--help", "--version", "HYDRA_FULL_ERROR"):
             assert word in text
 
 
@@ -80,7 +80,7 @@ def test_keys_named_in_the_help_of_train_exist():
     assert [name for name in names if name not in known] == []
 
 
-@pytest.mark.parametrize("verb", ["eval", "export", "serve"])
+@pytest.mark.parametrize("verb", ["eval", "export", "prompts", "serve"])
 def test_help_of_the_other_verbs_is_about_them(verb, capsys):
     assert cli.main([verb, "--help"]) == 0
     text = capsys.readouterr().out
@@ -116,7 +116,7 @@ def test_version_is_printed(capsys):
 def test_an_unknown_verb_is_refused(capsys):
     assert cli.main(["trian"]) == 2
     said = capsys.readouterr().err
-    assert "no verb 'trian'; did you mean train? There are: train, eval, export, serve" in said
+    assert "no verb 'trian'; did you mean train? There are: train, eval, export, prompts, serve" in said
     assert cli.main(["iterations=3", "seed=2"]) == 2
     assert "lightning-rlhf train iterations=3 seed=2" in capsys.readouterr().err
 

@@ -27,14 +27,14 @@ FLOORS: list[set[str]] = [
         "settings",
         "functional",
     }
-    | {"metrics.names", "metrics.names_ptx", "metrics.names_rollout_corr", "metrics.names_safety"}
-    | {"distributed.processes", "accelerators.device"},
+    | {"metrics.names", "metrics.names_prompts", "metrics.names_ptx", "metrics.names_rollout_corr"}
+    | {"metrics.names_safety", "distributed.processes", "accelerators.device"},
     {"models", "rollout", "rewards", "data", "metrics", "memory", "snapshot", "distributed.parallel"},
     {"events", "mixins", "module", "ppo", "module_checkpoint", "update", "minibatches", "gradients", "objective"}
     | {"optimizer", "scoring", "screening", "generation", "validation", "logbook"},
     {"callbacks", "checkpoint", "reporting", "distributed.strategies"},
     {"schema", "precision", "warmup", "distributed.ray_settings", "accelerators"},
-    {"assembly", "run", "runs", "train", "distributed", "cli", "help", "serve", "export", "evaluate"},
+    {"assembly", "run", "runs", "train", "distributed", "cli", "help", "serve", "export", "evaluate", "prompts"},
 ]
 """Lowest floor first; the longest matching name counts. A module may import from its own floor and those below."""
 

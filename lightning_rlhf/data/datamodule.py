@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.bounds import bounded
 from lightning_rlhf.data.fingerprint import held_out, held_out_difference
+from lightning_rlhf.data.lists import PromptLists
 from lightning_rlhf.data.loaders import PromptLoader, PromptStream, ValidationLoader
 from lightning_rlhf.data.prompts import EncodedPrompts, Prompt, PromptEncoder, numbered
 from lightning_rlhf.data.sources import SOURCE_KEY, DataError, listed, open_source, read_rows
@@ -50,6 +51,9 @@ class PromptDataModule(LightningDataModule):
         validation_size: number of prompts to hold out from the training rows.
         validation_limit: validation prompts used at most, the first ones; ``None`` uses all.
         validation_batch_size: prompts of one validation batch.
+        blacklist: file of prompt keys that are not trained on, see :mod:`lightning_rlhf.data.lists`.
+        conservative: file of prompt keys with a KL coefficient of their own.
+        conservative_beta: factor on the KL coefficient of these, where the file has none.
 
     Raises:
         DataError: a setting is out of range; from :meth:`setup`: the data cannot be used.
@@ -73,6 +77,9 @@ class PromptDataModule(LightningDataModule):
         validation_size: int | None = None,
         validation_limit: int | None = None,
         validation_batch_size: int = 64,
+        blacklist: str | None = None,
+        conservative: str | None = None,
+        conservative_beta: float = 2.0,
     ) -> None:
         super().__init__()
         bounded("data", at_least=1, whole=True, prompts_per_iteration=prompts_per_iteration, iterations=iterations)
@@ -89,6 +96,7 @@ class PromptDataModule(LightningDataModule):
         self.shuffle = shuffle
         self.validation_size, self.validation_limit = validation_size, validation_limit
         self.validation_batch_size = validation_batch_size
+        self._lists = PromptLists(blacklist, conservative, conservative_beta)
         self._encoder = PromptEncoder(
             tokenizer,
             prompt_field=prompt_field,
@@ -104,6 +112,8 @@ class PromptDataModule(LightningDataModule):
         """Whether a checkpoint of a run on other data may be resumed."""
         self.dropped: dict[str, int] = {}
         """Number of prompts dropped because they were too long, by setting (``train``, ``validation``)."""
+        self.list_numbers: dict[str, float] = {}
+        """Metrics of the two lists of prompts, where there is one."""
 
     # --- prompts -------------------------------------------------------------------------------------------------
 
@@ -125,6 +135,7 @@ class PromptDataModule(LightningDataModule):
                 held_out = self._encode("validation", self.validation).prompts
             elif self.validation_size is not None:
                 train, held_out = hold_out(train, self.validation_size, encoded.too_long)
+            train, self.list_numbers = self._lists.apply(train)
             _warn_about_duplicates(train, held_out)
             self._prompts = numbered(train), held_out[: self.validation_limit]
         return self._prompts

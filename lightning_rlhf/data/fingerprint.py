@@ -27,6 +27,7 @@ def fingerprint(prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> dict[
         "order": _joined(rows),
         "shuffle": shuffle,
         "seed": seed if shuffle else None,
+        "conservative": {prompt.key: prompt.kl_scale for prompt in prompts if prompt.kl_scale not in (None, 1.0)},
     }
 
 
@@ -43,6 +44,8 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         found.append(f"data.shuffle was {str(before['shuffle']).lower()}, is {str(now['shuffle']).lower()}")
     elif before["seed"] != now["seed"]:
         found.append(f"the seed of the order was {before['seed']}, is {now['seed']}")
+    if before.get("conservative", {}) != now["conservative"]:  # absent in checkpoints of earlier releases
+        found.append("other prompts in data.conservative, or other factors")
     return found
 
 

@@ -31,6 +31,8 @@ class Prompt:
     row: Row
     copy: int = 0
     """Number of earlier rows of the source with the same key."""
+    kl_scale: float | None = None
+    """Factor on the KL coefficient; ``None`` in a run without ``data.conservative``."""
 
 
 @dataclass(frozen=True)
@@ -279,6 +281,7 @@ def collate(prompts: Sequence[Prompt], passes: Sequence[int]) -> PromptBatch:
         rows=[prompt.row for prompt in prompts],
         passes=list(passes),
         copies=[prompt.copy for prompt in prompts],
+        kl_scales=[prompt.kl_scale for prompt in prompts if prompt.kl_scale is not None],
     )
 
 

@@ -82,3 +82,13 @@ def policy_metrics(micro: MiniBatch, logprobs: Tensor, policy: PolicyLoss, metri
     metrics.mean("ppo/ratio_mean", policy.ratio, mask)
     metrics.max("ppo/ratio_max", policy.ratio, mask)
     metrics.min("ppo/ratio_min", policy.ratio, mask)
+
+
+@torch.no_grad()
+def row_kl(experience: Experience) -> Tensor | None:
+    """``[B]`` mean KL(policy || reference) of each row's generated tokens, nats, estimator k3; ``None`` without one."""
+    if experience.ref_logprobs is None:
+        return None
+    mask = experience.response_mask
+    kl = kl_estimate(experience.require("old_logprobs"), experience.ref_logprobs, "k3")
+    return kl.masked_fill(~mask, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)

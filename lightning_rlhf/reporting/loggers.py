@@ -4,7 +4,8 @@ Every Lightning logger can be used. Beside metrics it gets what it defines a met
 
 * ``log_start(iteration)``: training continues after this iteration; earlier records of later iterations are void.
 * ``log_config(config)``: the resolved configuration, in place of ``log_hyperparams`` with its flattened keys.
-* ``log_samples(rows, iteration)``, ``log_decisions(rows)``: tables; ``log_file(path, folder)``: a figure.
+* ``log_samples(rows, iteration)``, ``log_table(rows, iteration, name)``, ``log_decisions(rows)``: tables;
+  ``log_file(path, folder)``: a figure.
 * ``log_checkpoints(paths, latest=..., best=...)``: the checkpoints that exist.
 * ``closing_lines()``: lines for the terminal that say where the record is.
 """
@@ -27,7 +28,9 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_rlhf.files import ensure_line_end, replaced, write_whole
 
-Ability = Literal["log_start", "log_samples", "log_decisions", "log_file", "log_checkpoints", "closing_lines"]
+Ability = Literal[
+    "log_start", "log_samples", "log_table", "log_decisions", "log_file", "log_checkpoints", "closing_lines"
+]
 """Optional methods of a logger beside those of Lightning's; see the head of this file."""
 
 

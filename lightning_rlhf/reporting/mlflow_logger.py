@@ -37,14 +37,7 @@ from lightning_rlhf.reporting.mlflow_address import (
     store_of,
 )
 from lightning_rlhf.reporting.mlflow_database import artifacts_beside
-from lightning_rlhf.reporting.mlflow_delivery import (
-    FOLDER,
-    LONGEST_TAG,
-    RunRecord,
-    TrackedRun,
-    cut,
-    fit_key,
-)
+from lightning_rlhf.reporting.mlflow_delivery import FOLDER, LONGEST_TAG, RunRecord, TrackedRun, cut, fit_key
 from lightning_rlhf.reporting.mlflow_values import cell, flattened, now_ms, number, plain
 from lightning_rlhf.reporting.spool import Courier, Deliver, Spool
 
@@ -261,7 +254,12 @@ class RLMLFlowLogger(MLFlowLogger):
 
     @rank_zero_only
     def log_samples(self, rows: list[dict[str, Any]], iteration: int) -> None:
-        """Record a table as ``samples/iteration_000012.json``, which MLflow shows as one (``mlflow.load_table``).
+        """Record the table ``samples``, see :meth:`log_table`."""
+        self.log_table(rows, iteration, "samples")
+
+    @rank_zero_only
+    def log_table(self, rows: list[dict[str, Any]], iteration: int, name: str) -> None:
+        """Record a table as ``<name>/iteration_000012.json``, which MLflow shows as one (``mlflow.load_table``).
 
         Columns are the keys of all rows in order of appearance; missing values and NaN are empty cells.
 
@@ -270,7 +268,7 @@ class RLMLFlowLogger(MLFlowLogger):
         """
         columns = list(dict.fromkeys(name for row in rows for name in row))
         data = [[cell(name, row.get(name)) for name in columns] for row in rows]
-        artifact = f"samples/iteration_{iteration:06d}.json"
+        artifact = f"{name}/iteration_{iteration:06d}.json"
         self.log_text(json.dumps({"columns": columns, "data": data}, ensure_ascii=False), artifact)
         self._put(self._files, kind="table", path=artifact)
 

@@ -9,7 +9,9 @@ from typing import Any
 
 from lightning_rlhf.runs.folder import starts
 
-PATH_KEY = re.compile(r"(^|[._])(path|paths|dir|dirpath|file|files|folder)$|^data\.(train|validation)$")
+PATH_KEY = re.compile(
+    r"(^|[._])(path|paths|dir|dirpath|file|files|folder)$|^data\.(train|validation|blacklist|conservative)$"
+)
 
 
 def moved(

@@ -43,6 +43,8 @@ SAME_NUMBERS = (
     "callbacks.checkpoint.*",
     "callbacks.samples_table",
     "callbacks.samples_table.*",
+    "callbacks.prompt_monitor*",
+    "callbacks.prompt_records*",
     "callbacks.alp_figures",
     "callbacks.alp_figures.*",
     "data.validation_batch_size",

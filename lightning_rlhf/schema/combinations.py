@@ -27,6 +27,7 @@ def combinations(config: Mapping[str, Any]) -> Iterator[Problem]:
     yield from _termination(config, settings)
     yield from _corrections(config)
     yield from _safety(config)
+    yield from _conservative(config, settings)
 
 
 def _sizes(config: Mapping[str, Any], settings: PPOSettings, batch: BatchSizes) -> Iterator[Problem]:
@@ -116,3 +117,13 @@ def _safety(config: Mapping[str, Any]) -> Iterator[Problem]:
     if get(config, "module.safety.train_replaced") is True and readers:
         allowed = f"false with module.{readers[0]}: a reply was not drawn, and has no log-probability of the engine"
         yield Problem("module.safety.train_replaced", True, allowed)
+
+
+def _conservative(config: Mapping[str, Any], settings: PPOSettings) -> Iterator[Problem]:
+    """Check that there is a KL coefficient for ``data.conservative`` to multiply."""
+    conservative = get(config, "data.conservative")
+    blocks = (get(config, "callbacks") or {}).values()
+    steered = any(str(block.get("_target_")).endswith("AdaptiveKL") for block in blocks if isinstance(block, Mapping))
+    if conservative is not None and settings.kl.coefficient == 0 and not steered:
+        allowed = "null with module.kl.coefficient = 0: there is no KL penalty that it could multiply"
+        yield Problem("data.conservative", conservative, allowed)

@@ -38,8 +38,9 @@ def behaviour(callback: RLHFCallback, experience: Any, folder: Path, monkeypatch
     away = torch.linspace(-2.0, 2.0, experience.old_logprobs.numel()).reshape(experience.old_logprobs.shape)
     experience.ref_logprobs = experience.old_logprobs + away
     draw = random.Random(7)
+    log = SimpleNamespace(log_table=lambda *table: seen.append(str(table)))
     module, trainer = simulated_module(seen, experience), SimpleNamespace(
-        default_root_dir=folder, is_global_zero=True, loggers=[], callbacks=[callback]
+        default_root_dir=folder, is_global_zero=True, loggers=[log], callbacks=[callback]
     )  # fmt: skip
     hooks: Any = callback
     with warnings.catch_warnings(record=True) as caught:
@@ -62,7 +63,7 @@ def behaviour(callback: RLHFCallback, experience: Any, folder: Path, monkeypatch
         hooks.on_train_end(trainer, module)
     seen += [str(warning.message) for warning in caught]
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return seen + [f"{path.relative_to(folder)}: {path.read_text(encoding='utf-8')}" for path in files]
+    return seen + [f"{path.relative_to(folder)}: {path.read_bytes().decode(errors='replace')}" for path in files]
 
 
 def simulated_module(seen: list[str], experience: Any) -> Any:
@@ -111,6 +112,8 @@ class Prompts:
 
     def __init__(self, count: int = 32) -> None:
         self.count = count
+        self.keys: list[str] = []
+        self.rows: list[dict[str, Any]] = []
 
     def __len__(self) -> int:
         return self.count

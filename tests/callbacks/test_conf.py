@@ -47,6 +47,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "length_curriculum": {"start": 4, "iterations": 3, "max_truncated": None},
     "lr_backoff": {"patience": 1, "factor": 0.9, "recovery": 1.0, "minimum": 0.5},
     "oom_guard": {"retry_after": 1, "high": 0.9, "low": 0.1, "length_step": 0.5, "min_new_tokens": 2},
+    "prompt_monitor": {"window": 3, "z": 1.0, "min_visits": 5, "min_prompts": 9},
+    "prompt_records": {"every_n_iterations": 7, "rows": 3},
     "template": {"score": 0.5, "patience": 1},
 }
 """Another value for every key of the files that the default run does not load; ``test_keys.py`` has the others."""
@@ -58,6 +60,7 @@ GROUPS = {
 }
 GROUPS["stability"] = GROUPS["default"] | {
     *("kl_guard", "clip_fraction_break", "advantage_vanish", "lr_backoff", "oom_guard"),
+    *("prompt_monitor", "prompt_records"),
 }
 GROUPS["fixed_kl"] = GROUPS["stability"] | {"adaptive_kl"}
 GROUPS["paranoid"] = GROUPS["stability"] | {"length_curriculum", "efficiency_stop"}
@@ -89,6 +92,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "kl_guard.soft": {"target": 0.04},
     "kl_guard.token_penalty": {"token_limit": 0.5},
     "oom_guard.min_new_tokens": {"high": 0.2, "low": 0.1},
+    **{f"prompt_monitor.{key}": {"min_prompts": 3, "z": 0.5} for key in CHANGES["prompt_monitor"]},
     **{f"efficiency_stop.{key}": {"window": 2} for key in CHANGES["efficiency_stop"]},
 }
 """Further settings without which a key has no effect."""
@@ -179,6 +183,8 @@ ACTING: dict[str, dict[str, Any]] = {
     "calibrate": {"every": 1},
     **{name: {} for name in ("adaptive_kl", "advantage_vanish", "alp_figures", "efficiency_stop", "kl_guard")},
     **{name: {} for name in ("gradient_monitor", "samples_table")},
+    "prompt_monitor": {"min_visits": 2, "min_prompts": 3, "z": 0.1},
+    "prompt_records": {},
 }
 """Settings by which each callback does something in a short run."""
 
@@ -214,3 +220,5 @@ def test_all_callbacks_in_one_run_in_any_order(tmp_path: Path, monkeypatch: pyte
     pictures = {path.name for path in (tmp_path / "figures").iterdir()}
     assert {"adaptive_kl.png", "alp_sigma_000003.png"} <= pictures
     assert (tmp_path / "samples" / "iteration_000001.jsonl").is_file()
+    assert len(own["prompt_monitor"].statistics) > 8
+    assert len(list((tmp_path / "prompts").rglob("*.parquet"))) == 3

@@ -32,6 +32,7 @@ EXPECTED = {
     "OOMGuard, memory nearly full": {"shorten_responses"},
     "LRBackoff": {"stop_epochs", "lower_learning_rate"},
     "LengthCurriculum": {"lengthen_responses"},
+    "PromptMonitor": {"suspect_prompts"},
     "EfficiencyStop": {"stop_training"},
 }
 """The verbs that each scenario must cause."""

@@ -23,6 +23,8 @@ from lightning_rlhf.callbacks import (
     LengthCurriculum,
     LRBackoff,
     OOMGuard,
+    PromptMonitor,
+    PromptRecords,
     RLHFCallback,
 )
 from lightning_rlhf.control import TrainingFailed
@@ -116,6 +118,7 @@ def scenarios(rank: int) -> dict[str, Any]:
         "OOMGuard": run([OOMGuard()], cls=Hungry),
         "LRBackoff": run([KLEarlyStop(1e-4), LRBackoff(patience=1)], **FAR),
         "LengthCurriculum": run([LengthCurriculum(start=2, iterations=4)], **FAR),
+        "PromptMonitor": run([PromptMonitor(min_visits=1, min_prompts=3, z=1.0), PromptRecords(2)], **FAR),
         "EfficiencyStop": run([EfficiencyStop(1, min_improvement=9.0, kl_tolerance=9.0, relative=False)], **FAR),
     }
     memory.peak_memory_share = lambda device: 0.9 if rank == 1 else 0.1

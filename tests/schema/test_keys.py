@@ -222,6 +222,7 @@ SEEN_OTHERWISE = {
     *("output_dir", "run_name", "warmup.cache_dir", "trainer.deterministic"),
     *("resume", "branch"),  # runs/test_resume_command.py: a resumed run, a branch of it
     *("progress_every", "trainer.enable_progress_bar"),  # reporting/test_progress.py
+    *("data.blacklist", "data.conservative", "data.conservative_beta"),  # data/test_lists.py: what is drawn and paid
     "resume_on_other_data",  # data/test_fingerprint.py: other data is refused without it
     "rollout.max_staleness",  # rollout/test_ahead.py: a stale rollout is drawn again
     "model.policy.npu_fused",  # accelerators/test_npu_fused.py: layers are exchanged

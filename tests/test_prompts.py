@@ -1,0 +1,188 @@
+"""The command ``lightning-rlhf prompts``: suspects, one prompt's history, lists and a page, and the next run."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_rlhf import cli
+from lightning_rlhf.data.lists import read_list
+from lightning_rlhf.experience import prompt_key
+from lightning_rlhf.reporting.prompt_records import COLUMNS, FOLDER, SUSPECTS, piece_path, write_piece
+from lightning_rlhf.reporting.prompt_review import FILES, key_list, shortened
+
+NOISY, FAR, GOOD = (prompt_key(text) for text in ("1+1=", "<b>2+2=</b>", "3+3="))
+TEXTS = {NOISY: "1+1=", FAR: "<b>2+2=</b>", GOOD: "3+3="}
+
+
+def suspect(key: str, reasons: list[str], **z: float) -> dict[str, Any]:
+    numbers = {"score": 0.25, "reward": -0.5, "spread": 9.75, "kl": 0.125}
+    return {"key": key, "reasons": reasons, "since": 7, "visits": 5, "samples": 10, **numbers, "z": z}
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run's folder with two suspects and two iterations of records, as the current folder's ``outputs/day/time``."""
+    monkeypatch.chdir(tmp_path)
+    folder = Path("outputs/day/time")
+    for iteration in (8, 9):
+        rows = [(key, text, sample) for key, text in TEXTS.items() for sample in range(2)]
+        columns: dict[str, list[Any]] = {name: [None] * len(rows) for name in COLUMNS}
+        columns |= {
+            "iteration": [iteration] * len(rows),
+            "key": [key for key, _, _ in rows],
+            "prompt": [text for _, text, _ in rows],
+            "response": [f"answer {sample}\n<script>alert(1)</script>" for _, _, sample in rows],
+            "origin": [f"rows.jsonl:{n}" for n in range(len(rows))],
+            "finish": ["natural"] * len(rows),
+            "score": [float(iteration + sample) for _, _, sample in rows],
+            "terms": [[]] * len(rows),
+        }
+        write_piece(piece_path(folder, 1, iteration, iteration, 0), columns)
+    found = {
+        **{"iteration": 9, "seen": 3, "judged": 3, "z": 3.0},
+        "others": {"score": 1.0, "reward": 0.0, "spread": 0.5, "kl": None},
+        "suspects": [suspect(NOISY, ["reward", "spread"], reward=-4.0, spread=31.25), suspect(FAR, ["kl"], kl=5.0)],
+    }
+    (folder / FOLDER / SUSPECTS).write_text(json.dumps(found), encoding="utf-8")
+    (folder / "starts.jsonl").touch()
+    return folder
+
+
+def test_suspects_are_listed_with_reasons_and_numbers(run: Path, capsys: pytest.CaptureFixture) -> None:
+    for where in (str(run), "latest"):
+        assert cli.main(["prompts", where]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0] == f"{run}, iteration 9: 2 of 3 prompts stand out from the others (|z| > 3)"
+        assert lines[3].split() == [
+            NOISY,
+            "reward",
+            "-4.0,",
+            "spread",
+            "+31.2",
+            "0.25",
+            "9.75",
+            "0.125",
+            "5",
+            "7",
+            "1+1=",
+        ]
+        assert lines[4].startswith(FAR) and "kl +5.0" in lines[4] and lines[4].endswith("<b>2+2=</b>")
+        assert lines[5].split() == ["median", "of", "all", "1", "0.5", "-"]
+
+
+def test_latest_is_the_run_that_was_started_last(run: Path, capsys: pytest.CaptureFixture) -> None:
+    other = Path("outputs/day/earlier")
+    other.mkdir()
+    (other / "starts.jsonl").touch()
+    os.utime(other / "starts.jsonl", (1, 1))
+    assert cli.main(["prompts", "latest"]) == 0
+    assert capsys.readouterr().out.startswith(str(run))
+
+
+def test_why_shows_one_prompts_history(run: Path, capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(["prompts", str(run), "--why", NOISY]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{NOISY} (rows.jsonl:1): stands out by reward -4.0, spread +31.2 since iteration 7"
+    assert lines[1] == "1+1="
+    assert [line.split()[:5] for line in lines[4:6]] == [["8", "2", "8.5", "8", "9"], ["9", "2", "9.5", "9", "10"]]
+    assert lines[-1] == "  iteration 9, score 10, natural: answer 1 <script>alert(1)</script>"
+    assert cli.main(["prompts", str(run), f"--why={GOOD}"]) == 0
+    assert capsys.readouterr().out.startswith(f"{GOOD} (rows.jsonl:5): not flagged")
+
+
+def test_export_writes_a_page_records_and_lists_that_the_next_run_reads(
+    run: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert cli.main(["prompts", str(run), "--export", "review"]) == 0
+    assert "data.blacklist=review/blacklist.txt (1 keys)" in capsys.readouterr().out
+    assert {path.name for path in Path("review").iterdir()} == set(FILES.values())
+    assert read_list("review/blacklist.txt", "data.blacklist") == {NOISY: 1.0}
+    assert read_list("review/conservative.txt", "data.conservative", factor=2.0) == {FAR: 2.0}
+    assert f"{NOISY}  # reward -4.0, spread +31.2: 1+1=" in Path("review/blacklist.txt").read_text(encoding="utf-8")
+    rows = [json.loads(line) for line in Path("review/suspects.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [row["key"] for row in rows] == [NOISY, FAR]
+    assert [record["score"] for record in rows[0]["records"]] == [8.0, 9.0, 9.0, 10.0]
+    page = Path("review/index.html").read_text(encoding="utf-8")
+    assert "<script>" not in page and "&lt;script&gt;" in page and "<b>" not in page and NOISY in page
+    assert "http" not in page, "nothing is loaded from elsewhere"
+
+
+def test_edited_lists_are_not_written_over(run: Path, capsys: pytest.CaptureFixture) -> None:
+    Path("review").mkdir()
+    Path("review/blacklist.txt").write_text("mine", encoding="utf-8")
+    assert cli.main(["prompts", str(run), "--export", "review"]) == 2
+    assert "review/blacklist.txt exists and may have been edited; take a new folder" in capsys.readouterr().err
+    assert [path.name for path in Path("review").iterdir()] == ["blacklist.txt"]
+
+
+def test_without_records_the_numbers_are_still_there(run: Path, capsys: pytest.CaptureFixture) -> None:
+    for path in run.rglob("*.parquet"):
+        path.unlink()
+    assert cli.main(["prompts", str(run)]) == 0
+    assert "(not recorded)" in capsys.readouterr().out
+    assert cli.main(["prompts", str(run), "--export", "review"]) == 0
+    assert "has no records, so texts and responses are missing" in capsys.readouterr().out
+    assert cli.main(["prompts", str(run), "--why", NOISY]) == 2
+    assert "the run needs callbacks=[default,prompt_records]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "prompts needs the folder of one run, or latest; given: none"),
+        (["a", "b"], "given: a, b"),
+        (["nowhere"], "'nowhere' does not exist; allowed: the output folder of a run, or latest"),
+        (["."], "holds nothing about prompts: the run needs callbacks=[default,prompt_monitor,prompt_records]"),
+        (["outputs/day/time", "--wy", "a"], "--wy is no flag of prompts; there are --why KEY and --export FOLDER"),
+        (["outputs/day/time", "--why"], "--why needs a value: a prompt key"),
+        (["outputs/day/time", "--export", "--why"], "--export needs a value: a folder"),
+        (["outputs/day/time", "--why", "abc"], "'abc' is no prompt that outputs/day/time has recorded"),
+    ],
+)
+def test_bad_arguments_are_refused(run: Path, capsys: pytest.CaptureFixture, arguments: list[str], said: str) -> None:
+    assert cli.main(["prompts", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_run_without_a_monitor_or_with_a_damaged_file_is_told(run: Path, capsys: pytest.CaptureFixture) -> None:
+    (run / FOLDER / SUSPECTS).write_text("{", encoding="utf-8")
+    assert cli.main(["prompts", str(run)]) == 2
+    assert "suspects.json cannot be read" in capsys.readouterr().err
+    (run / FOLDER / SUSPECTS).unlink()
+    assert cli.main(["prompts", str(run)]) == 2
+    assert "the run has no callback prompt_monitor" in capsys.readouterr().err
+
+
+def test_a_prompt_of_several_lines_stays_a_comment() -> None:
+    """Otherwise its second line would be read as a key."""
+    text = key_list("run", [suspect(NOISY, ["spread"], spread=4.0)], {NOISY: [{"prompt": f"a\n{GOOD}\r\u2028b"}]})
+    assert len(text.splitlines()) == 2 and shortened("a\n b\tc" * 9, 9) == "a b ca..."
+
+
+def test_a_real_run_its_suspects_and_the_run_without_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tiny_run: list[str]
+) -> None:
+    """From training to the list and back: what the first run lists, the second does not draw."""
+    monkeypatch.chdir(tmp_path)
+    own = ["model.source.hidden_size=32", "model.source.layers=1", "model.source.heads=2", "logger=none"]
+    own += ["data.train.max_value=3", "data.train.held_out=0.2", "data.validation=null", "rollout.max_new_tokens=3"]
+    watch = ["callbacks=[prompt_monitor,prompt_records]", "callbacks.prompt_monitor.min_prompts=3"]
+    watch += ["callbacks.prompt_monitor.min_visits=2", "callbacks.prompt_monitor.z=0.01", "iterations=8"]
+    assert cli.main(["train", "hydra.run.dir=outputs/first", *tiny_run, *own, *watch]) == 0
+    capsys.readouterr()
+    assert cli.main(["prompts", "latest", "--export", "review"]) == 0
+    listed = {
+        **read_list("review/blacklist.txt", "data.blacklist"),
+        **read_list("review/conservative.txt", "data.blacklist"),
+    }
+    assert listed
+    Path("one.txt").write_text(next(iter(listed)), encoding="utf-8")
+    second = ["hydra.run.dir=outputs/second", *tiny_run, *own, *watch, "data.blacklist=one.txt"]
+    assert cli.main(["train", *second]) == 0
+    assert "1 of" in capsys.readouterr().err + Path("outputs/second/train.log").read_text(encoding="utf-8")
+    assert cli.main(["prompts", "outputs/second", "--why", next(iter(listed))]) == 2
