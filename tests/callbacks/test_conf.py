@@ -60,7 +60,6 @@ GROUPS = {
 }
 GROUPS["stability"] = GROUPS["default"] | {
     *("kl_guard", "clip_fraction_break", "advantage_vanish", "lr_backoff", "oom_guard"),
-    *("prompt_monitor", "prompt_records"),
 }
 GROUPS["fixed_kl"] = GROUPS["stability"] | {"adaptive_kl"}
 GROUPS["paranoid"] = GROUPS["stability"] | {"length_curriculum", "efficiency_stop"}
