@@ -122,7 +122,7 @@ class ActorCriticModule(LightningModule):
         """The resolved configuration as plain containers; travels in the checkpoint."""
         self.warm_up: dict[str, float] | None = None
         """What was trained before PPO: supervised steps, peak learning rate, last loss; travels in the checkpoint."""
-        self.evaluated: tuple[int, dict[str, float]] | None = None
+        self.last_evaluation: tuple[int, dict[str, float]] | None = None
         """The last evaluation on the held-out prompts: after which iteration, and its metrics."""
         self._rollouts = RolloutSource(self)
         self._evaluation = Evaluation(self, self._rollouts)
@@ -281,7 +281,7 @@ class ActorCriticModule(LightningModule):
         """Log the means over all prompts of all ranks."""
         numbers = self._evaluation.finish()
         self.log_dict(numbers)
-        self.evaluated = self.control.iteration, numbers
+        self.last_evaluation = self.control.iteration, numbers
 
     # --- optimiser -----------------------------------------------------------------------------------------------
 

@@ -59,7 +59,7 @@ def _run(plain: dict[str, Any]) -> dict[str, float]:
         except DataError as error:
             raise schema.InputError(str(error)) from error
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        iteration, after = parts.module.evaluated or (None, {})
+        iteration, after = parts.module.last_evaluation or (None, {})
         if iteration != parts.module.control.iteration:  # else training ended with an evaluation
             after = held_out(trainer, parts)
         if trainer.is_global_zero:

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_rlhf.kinds import wrong_kind
 
-FITS = [
+FITS: list[tuple[Any, str | None]] = [
     (1, "int"),
     (1, "float"),
     (1.5, "float | None"),
@@ -23,7 +23,7 @@ FITS = [
     (object(), ""),
     (object(), None),
 ]
-WRONG = [
+WRONG: list[tuple[Any, str, str]] = [
     (1.5, "int", "a whole number"),
     (True, "int", "a whole number"),
     (float("inf"), "float | None", "a finite number, or null"),
