@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -53,11 +54,7 @@ class ModuleState:
             InputError: the reference model is not the same one.
         """
         saved, reference = checkpoint["lightning_rlhf"], self._module.reference
-        if saved["reference_fingerprint"] != self.reference_fingerprint():
-            raise InputError(
-                "the checkpoint was trained against another reference model than the one loaded now: the model's "
-                "source or seed has changed since, or model.policy.reference differs. Restore it, or start a new run."
-            )
+        self.refuse_other_reference(saved)
         self._module.control.load_state_dict(saved["control"])
         self._update.load_state_dict(saved["update"])
         self._logbook.progress = dict(saved["progress"])
@@ -66,6 +63,18 @@ class ModuleState:
             self._rollouts.load_state_dict(saved["rollout_ahead"][rank])
         if isinstance(reference, nn.Module):
             checkpoint["state_dict"].update(reference.state_dict(prefix="reference."))
+
+    def refuse_other_reference(self, saved: Mapping[str, Any]) -> None:
+        """Compare the reference model with the one of a saved state.
+
+        Raises:
+            InputError: it is not the same one.
+        """
+        if saved["reference_fingerprint"] != self.reference_fingerprint():
+            raise InputError(
+                "the checkpoint was trained against another reference model than the one loaded now: the model's "
+                "source or seed has changed since, or model.policy.reference differs. Restore it, or start a new run."
+            )
 
     def reference_fingerprint(self) -> str | None:
         """Of the unsharded weights: first called before sharding, then cached."""
