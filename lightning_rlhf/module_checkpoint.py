@@ -32,7 +32,7 @@ class ModuleState:
         self._fingerprint: str | None = None
 
     def save(self, checkpoint: dict[str, Any]) -> None:
-        """Control, counters and configuration; of a frozen reference only the fingerprint, its weights never change."""
+        """Control, counters, rewards, configuration; of a frozen reference only the fingerprint: it never changes."""
         module = self._module
         checkpoint["lightning_rlhf"] = {
             "control": module.control.state_dict(),
@@ -41,6 +41,7 @@ class ModuleState:
             "run_config": module.run_config,
             "warm_up": module.warm_up,
             "reference_fingerprint": self.reference_fingerprint(),
+            "rewards": module.reward.state_dict(),
             "rollout_ahead": gather_objects(self._rollouts.state_dict()),
         }
         state = checkpoint["state_dict"]
@@ -58,6 +59,7 @@ class ModuleState:
         self._module.control.load_state_dict(saved["control"])
         self._update.load_state_dict(saved["update"])
         self._logbook.progress = dict(saved["progress"])
+        self._module.reward.load_state_dict(saved.get("rewards", {}))  # earlier releases saved none
         rank, world = place()
         if len(saved["rollout_ahead"]) == world:  # otherwise the next rollout is generated when needed
             self._rollouts.load_state_dict(saved["rollout_ahead"][rank])
