@@ -354,6 +354,10 @@ class ActorCriticModule(LightningModule):
         """Restore what :meth:`on_save_checkpoint` saved; refuse a reference model that is not the same one."""
         self._state.load(checkpoint)
 
+    def refuse_other_reference(self, checkpoint: Mapping[str, Any]) -> None:
+        """Refuse a checkpoint trained against another reference model (:class:`InputError`); changes nothing."""
+        self._state.refuse_other_reference(checkpoint["lightning_rlhf"])
+
     # --- helpers -------------------------------------------------------------------------------------------------
 
     def _score(self, experience: Experience) -> None:

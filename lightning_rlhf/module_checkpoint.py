@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -31,7 +32,7 @@ class ModuleState:
         self._fingerprint: str | None = None
 
     def save(self, checkpoint: dict[str, Any]) -> None:
-        """Control, counters and configuration; of a frozen reference only the fingerprint, its weights never change."""
+        """Control, counters, rewards, configuration; of a frozen reference only the fingerprint: it never changes."""
         module = self._module
         checkpoint["lightning_rlhf"] = {
             "control": module.control.state_dict(),
@@ -40,6 +41,7 @@ class ModuleState:
             "run_config": module.run_config,
             "warm_up": module.warm_up,
             "reference_fingerprint": self.reference_fingerprint(),
+            "rewards": module.reward.state_dict(),
             "rollout_ahead": gather_objects(self._rollouts.state_dict()),
         }
         state = checkpoint["state_dict"]
@@ -53,19 +55,28 @@ class ModuleState:
             InputError: the reference model is not the same one.
         """
         saved, reference = checkpoint["lightning_rlhf"], self._module.reference
-        if saved["reference_fingerprint"] != self.reference_fingerprint():
-            raise InputError(
-                "the checkpoint was trained against another reference model than the one loaded now: the model's "
-                "source or seed has changed since, or model.policy.reference differs. Restore it, or start a new run."
-            )
+        self.refuse_other_reference(saved)
         self._module.control.load_state_dict(saved["control"])
         self._update.load_state_dict(saved["update"])
         self._logbook.progress = dict(saved["progress"])
+        self._module.reward.load_state_dict(saved.get("rewards", {}))  # earlier releases saved none
         rank, world = place()
         if len(saved["rollout_ahead"]) == world:  # otherwise the next rollout is generated when needed
             self._rollouts.load_state_dict(saved["rollout_ahead"][rank])
         if isinstance(reference, nn.Module):
             checkpoint["state_dict"].update(reference.state_dict(prefix="reference."))
+
+    def refuse_other_reference(self, saved: Mapping[str, Any]) -> None:
+        """Compare the reference model with the one of a saved state.
+
+        Raises:
+            InputError: it is not the same one.
+        """
+        if saved["reference_fingerprint"] != self.reference_fingerprint():
+            raise InputError(
+                "the checkpoint was trained against another reference model than the one loaded now: the model's "
+                "source or seed has changed since, or model.policy.reference differs. Restore it, or start a new run."
+            )
 
     def reference_fingerprint(self) -> str | None:
         """Of the unsharded weights: first called before sharding, then cached."""

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 from lightning import Trainer
 
 from lightning_rlhf import precision, schema, warmup
-from lightning_rlhf.assembly import Parts, assemble, building, find_checkpoint, make_trainer
+from lightning_rlhf.assembly import Parts, assemble, find_checkpoint, make_trainer
 from lightning_rlhf.data.sources import DataError
 from lightning_rlhf.distributed.processes import is_first
 from lightning_rlhf.interruption import Signals
 from lightning_rlhf.reporting import log_config, tell
 from lightning_rlhf.reporting.terminal import run_log, say
 from lightning_rlhf.runs.ending import told
-from lightning_rlhf.runs.resume import read_content, read_settings
+from lightning_rlhf.runs.refusal import refuse_other_data, refuse_other_model
+from lightning_rlhf.runs.resume import read_settings
 
 
 def run(plain: dict[str, Any]) -> dict[str, float]:
@@ -50,6 +50,7 @@ def _run(plain: dict[str, Any]) -> dict[str, float]:
     with closing(parts.module.engine):
         trainer = make_trainer(plain)
         if checkpoint is not None:
+            refuse_other_model(parts.module, trainer, checkpoint)
             tell(trainer.loggers, "log_start", read_settings(checkpoint)[1])
         log_config(trainer.loggers, plain)
         # A resumed run loads its weights only in ``fit``.
@@ -78,18 +79,6 @@ def introduce(config: dict[str, Any], replaced: Sequence[precision.Replaced] = (
     batch = schema.batch_sizes_of(config)
     if batch is not None:  # a custom engine or data module may name its sizes differently
         say(str(batch))
-
-
-def refuse_other_data(parts: Parts, checkpoint: Path) -> None:
-    """Before loggers are opened: ask the data module whether its data is that of the checkpoint.
-
-    Raises:
-        InputError: it is not, and ``resume_on_other_data`` is not set.
-    """
-    check = getattr(parts.datamodule, "refuse_other_data", None)
-    if check is not None:
-        with building("data"):
-            check(read_content(checkpoint).get(type(parts.datamodule).__qualname__, {}))
 
 
 def held_out(trainer: Trainer, parts: Parts) -> dict[str, float]:

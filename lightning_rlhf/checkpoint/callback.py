@@ -7,7 +7,7 @@ steps and so, if PPO epochs end early, saves at irregular iterations or never.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -225,14 +225,18 @@ class IterationCheckpoint(Checkpoint):
             best[f"{self.mode} {self.monitor}"] = {"score": self.best_model_score, "path": self.best_model_path}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if "iteration" not in checkpoint:
-            raise CheckpointError("the checkpoint was saved without IterationCheckpoint: it does not say its iteration")
+        self.refuse_uncounted(checkpoint)
         self.iteration = self._saved = checkpoint["iteration"]
         best = checkpoint.get("best_checkpoints", {}).get(f"{self.mode} {self.monitor}")
         if best is not None:
             here = self.dirpath / Path(best["path"]).name  # also after the folder was moved
             self.best_model_score = best["score"]
             self.best_model_path = str(here) if best["path"] and here.exists() else best["path"]
+
+    def refuse_uncounted(self, checkpoint: Mapping[str, Any]) -> None:
+        """Refuse (:class:`CheckpointError`) a checkpoint that does not say its iteration; changes nothing."""
+        if "iteration" not in checkpoint:
+            raise CheckpointError("the checkpoint was saved without IterationCheckpoint: it does not say its iteration")
 
     def _begin(self, iteration: int) -> None:
         """Start a fit of a module that has done this many iterations; the callback may have served another module."""

@@ -156,6 +156,23 @@ def read_checkpoint(path: Path, mesh: DeviceMesh | None = None) -> dict[str, Any
     return _put_back(state, shards)
 
 
+def shapes_of_shards(path: Path, part: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of the whole sharded tensors below a top-level key of a folder, by their names there; reads no tensor.
+
+    Raises:
+        CheckpointError: the folder is damaged.
+    """
+    try:
+        entries = _Reader(path).read_metadata().state_dict_metadata
+    except (OSError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return {
+        name.removeprefix(f"{part}."): tuple(entry.size)
+        for name, entry in entries.items()
+        if name.startswith(f"{part}.") and isinstance(entry, TensorStorageMetadata)
+    }
+
+
 def _empty(entry: TensorStorageMetadata, mesh: DeviceMesh | None) -> Tensor:
     dtype = entry.properties.dtype
     if mesh is None:

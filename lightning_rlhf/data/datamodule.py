@@ -12,10 +12,10 @@ from lightning import LightningDataModule, Trainer
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.bounds import bounded
-from lightning_rlhf.data.fingerprint import held_out, held_out_difference
+from lightning_rlhf.data.fingerprint import held_out, held_out_difference, rendering
 from lightning_rlhf.data.lists import PromptLists
 from lightning_rlhf.data.loaders import PromptLoader, PromptStream, ValidationLoader
-from lightning_rlhf.data.prompts import EncodedPrompts, Prompt, PromptEncoder, numbered
+from lightning_rlhf.data.prompts import MESSAGES_KEY, EncodedPrompts, Prompt, PromptEncoder, numbered
 from lightning_rlhf.data.sources import SOURCE_KEY, DataError, listed, open_source, read_rows
 from lightning_rlhf.experience import PromptBatch
 from lightning_rlhf.faults import Faults
@@ -175,7 +175,7 @@ class PromptDataModule(LightningDataModule):
                 world=world,
                 shuffle=self.shuffle,
             )
-            self._loader = PromptLoader(prompts, stream, self.iterations)
+            self._loader = PromptLoader(prompts, stream, self.iterations, rendering=self._rendering(prompts))
             self._held_out = held_out(self.validation_prompts)
 
     def train_dataloader(self) -> PromptLoader:
@@ -228,6 +228,14 @@ class PromptDataModule(LightningDataModule):
             self._loader.load_state_dict(state_dict)
             if "held_out" in state_dict and (changed := held_out_difference(state_dict["held_out"], self._held_out)):
                 log.warning("data.validation: %s; eval/* from here on cannot be compared with those before", changed)
+
+    def _rendering(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
+        return rendering(
+            self._encoder.tokenizer,
+            system_prompt=self._encoder.system_prompt,
+            template_kwargs=self._encoder.chat_template_kwargs,
+            chat=any(MESSAGES_KEY in prompt.row for prompt in prompts),
+        )
 
     def _place(self) -> tuple[int, int]:
         """Rank of this process, and number of processes."""

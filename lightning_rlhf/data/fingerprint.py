@@ -1,4 +1,4 @@
-"""Fingerprints of the data of a checkpoint: the training prompts and their order, and the held-out prompts."""
+"""Fingerprints of a checkpoint's data: training prompts and their order, what renders them, and held-out prompts."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from lightning_rlhf.data.prompts import Prompt
 
 
-def fingerprint(prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> dict[str, Any]:
+def fingerprint(prompts: Sequence[Prompt], *, seed: int, shuffle: bool, rendering: Mapping[str, Any]) -> dict[str, Any]:
     """Plain values that differ if another run would draw other prompts.
 
     Rows are hashed with all columns, answers included, except those that begin with ``_`` (the row's place of origin).
@@ -19,6 +21,7 @@ def fingerprint(prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> dict[
         prompts: the training prompts, in the data's order.
         seed: of the order.
         shuffle: whether each pass has its own order.
+        rendering: what makes tokens of the rows, see :func:`rendering`.
     """
     rows = [_digest(prompt) for prompt in prompts]
     return {
@@ -28,11 +31,15 @@ def fingerprint(prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> dict[
         "shuffle": shuffle,
         "seed": seed if shuffle else None,
         "conservative": {prompt.key: prompt.kl_scale for prompt in prompts if prompt.kl_scale not in (None, 1.0)},
+        "rendering": dict(rendering),
     }
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The differences between two fingerprints, in words; empty if there is none."""
+    """The differences between two fingerprints, in words; empty if there is none.
+
+    Checkpoints of earlier releases do not know their template and tokenizer; these are not compared then.
+    """
     found = []
     if before["prompts"] != now["prompts"]:
         found.append(f"{before['prompts']} training prompts then, {now['prompts']} now")
@@ -46,6 +53,38 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         found.append(f"the seed of the order was {before['seed']}, is {now['seed']}")
     if before.get("conservative", {}) != now["conservative"]:  # absent in checkpoints of earlier releases
         found.append("other prompts in data.conservative, or other factors")
+    if "rendering" in before:
+        found += _rendering_differences(before["rendering"], now["rendering"])
+    return found
+
+
+def rendering(
+    tokenizer: PreTrainedTokenizerBase, *, system_prompt: str | None, template_kwargs: Mapping[str, Any], chat: bool
+) -> dict[str, Any]:
+    """Plain values that differ if another run would make other tokens of the same rows.
+
+    The template's text is hashed and not what it renders: a template that writes today's date still is the same.
+
+    Args:
+        tokenizer: of the policy.
+        system_prompt: put before chat messages that have none.
+        template_kwargs: further arguments of the chat template.
+        chat: whether some prompt consists of messages; otherwise no template is used, and none is hashed.
+    """
+    special = [tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token]
+    special += sorted(set(tokenizer.all_special_tokens))
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
+    template = [tokenizer.chat_template, system_prompt, dict(template_kwargs)] if chat else []
+    return {"template": _text_digest(template), "tokenizer": _text_digest([vocabulary, special])}
+
+
+def _rendering_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    found = []
+    if before["template"] != now["template"]:
+        what = "its text, data.system_prompt, data.text_as_chat or data.chat_template_kwargs"
+        found.append(f"another chat template ({what})")
+    if before["tokenizer"] != now["tokenizer"]:
+        found.append("another tokenizer (its vocabulary or its special tokens)")
     return found
 
 
@@ -63,8 +102,15 @@ def held_out_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> st
 
 def _digest(prompt: Prompt) -> bytes:
     row = {name: value for name, value in prompt.row.items() if not name.startswith("_")}
-    text = json.dumps(row, sort_keys=True, ensure_ascii=True, default=str)
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+    return hashlib.blake2b(_text(row), digest_size=16).digest()
+
+
+def _text_digest(value: Any) -> str:
+    return hashlib.blake2b(_text(value), digest_size=16).hexdigest()
+
+
+def _text(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, ensure_ascii=True, default=str).encode()
 
 
 def _joined(parts: Sequence[bytes]) -> str:

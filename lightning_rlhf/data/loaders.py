@@ -69,13 +69,21 @@ class PromptLoader:
     """Iterates over the stream and counts the batches it has returned; with the stream's origin that is its state.
 
     It does not use PyTorch's global random state nor worker processes: prompts are tokenised already.
+
+    Args:
+        prompts: the training prompts, in the data's order.
+        stream: their order.
+        iterations: batches of the run.
+        rendering: what made tokens of the rows, see :func:`~lightning_rlhf.data.fingerprint.rendering`.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], stream: PromptStream, iterations: int) -> None:
+    def __init__(
+        self, prompts: Sequence[Prompt], stream: PromptStream, iterations: int, *, rendering: Mapping[str, Any]
+    ) -> None:
         self.prompts, self.stream, self.iterations = prompts, stream, iterations
         self.consumed = 0
         self.accept_other_data = False
-        self.fingerprint = fingerprint(prompts, seed=stream.seed, shuffle=stream.shuffle)
+        self.fingerprint = fingerprint(prompts, seed=stream.seed, shuffle=stream.shuffle, rendering=rendering)
 
     def __len__(self) -> int:
         """Batches of the whole run, those already returned included (Lightning counts from the run's start)."""

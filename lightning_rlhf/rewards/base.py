@@ -74,7 +74,8 @@ class Reward(Protocol):
     """A function, or an object with ``__call__``.
 
     It may also have ``check_row(row)``, called on every data row before training, which raises :class:`RewardError`
-    for a row it could not score, and ``to(device)``.
+    for a row it could not score, and ``to(device)``. One that learns or counts has ``state_dict()``, of plain values
+    and tensors, and ``load_state_dict(state)``: rank 0's state is in the checkpoints, and is restored on every rank.
     """
 
     def __call__(self, batch: RewardBatch) -> Sequence[float] | Tensor:

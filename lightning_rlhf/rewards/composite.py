@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -10,10 +11,12 @@ from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_rlhf.faults import Faults
 from lightning_rlhf.rewards.base import Reward, RewardBatch, RewardError, evaluate, in_words, origin
+
+log = logging.getLogger(__name__)
 
 RESERVED = frozenset({"reward_mean", "response_length_mean", "truncated_fraction"})
 """Metric names that evaluation uses itself, beside those of the terms."""
@@ -98,6 +101,28 @@ class CompositeReward:
                 faults.add("; ".join(reasons))
         if faults:
             raise RewardError(str(faults)) from cause
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of the terms that have one, by name, for the checkpoint."""
+        return {name: reward.state_dict() for name, reward in self._with_state().items()}
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned; a term without a state there starts afresh, which one line says."""
+        mine = self._with_state()
+        for name, reward in mine.items():
+            if name in states:
+                reward.load_state_dict(states[name])
+        if fresh := [f"reward.terms.{name}" for name in mine if name not in states]:
+            log.warning("the checkpoint holds no state of %s: it starts afresh", ", ".join(fresh))
+
+    def _with_state(self) -> dict[str, Any]:
+        """Rewards that can save and restore a state; not PyTorch modules, whose weights do not belong there."""
+        return {
+            name: term.reward
+            for name, term in self.terms.items()
+            if not isinstance(term.reward, nn.Module)
+            and all(callable(getattr(term.reward, method, None)) for method in ("state_dict", "load_state_dict"))
+        }
 
     def to(self, device: torch.device | str) -> CompositeReward:
         """Move reward models to ``device``."""

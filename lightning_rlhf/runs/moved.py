@@ -10,7 +10,8 @@ from typing import Any
 from lightning_rlhf.runs.folder import starts
 
 PATH_KEY = re.compile(
-    r"(^|[._])(path|paths|dir|dirpath|file|files|folder)$|^data\.(train|validation|blacklist|conservative)$"
+    r"(^|[._])(path|paths|dir|dirpath|file|files|folder)$"
+    r"|^data\.(train|validation|blacklist|conservative)$|^model\.source\.chat_template$|^model\.policy\.lora\.adapter$"
 )
 
 
@@ -21,8 +22,8 @@ def moved(
 
     * Paths in the run's former folder now lie in ``folder``.
     * If folders above the run's folder were moved with it, paths below those now lie in the new place, if they exist.
-    * Relative paths, under keys that say path, file or folder, keep the run's first working directory, also if the
-      command runs in another one where the same name exists.
+    * Relative paths, under keys that say path, file or folder and those of data, chat template and adapter, keep the
+      run's first working directory, also if the command runs in another one where the same name exists.
 
     Args:
         config: resolved.
@@ -41,10 +42,10 @@ def moved(
             if command is None or not value or not PATH_KEY.search(key) or command == Path.cwd():
                 return value
             there = (Path.cwd() if key in typed else command) / path
-            return str(there) if there.exists() else value
+            return str(there) if _exists(there) else value
         if shift is not None and path.is_relative_to(shift[0]):
             there = shift[1] / path.relative_to(shift[0])
-            return str(there) if there.exists() else value
+            return str(there) if _exists(there) else value
         return value
 
     def walk(node: Any, key: str) -> Any:
@@ -55,6 +56,14 @@ def moved(
         return place(node, key) if isinstance(node, str) else node
 
     return walk(config, "")
+
+
+def _exists(path: Path) -> bool:
+    """Whether there is such a file or folder; a chat template's whole text, as a path, is too long to be one."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
 
 
 def folder_of_command(run: Path | None, outputs: str) -> Path | None:

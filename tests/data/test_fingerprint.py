@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 
 from lightning_rlhf.data import PromptDataModule
@@ -42,6 +44,66 @@ def test_other_data_of_the_same_size_is_refused_with_what_differs(tokenizer, sta
     with pytest.raises(DataError) as caught:
         resumed(data(tokenizer, given, **settings), state)
     assert said in str(caught.value) and "resume_on_other_data=true" in str(caught.value)
+
+
+# --- what makes tokens of the rows ------------------------------------------------------------------------------------
+
+PLAIN = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+TAGGED = "{% for m in messages %}<{{ m['content'] }}>{% endfor %}"
+DATED = "{{ strftime_now('%f') }}" + PLAIN
+"""With microseconds in place of the day, so that two renderings differ in one test."""
+
+
+def changed(tokenizer, template=PLAIN, *, text=False, words=(), eos=None, **settings):  # noqa: F811
+    """Data of chat prompts (or of text), with a copy of the tokenizer that differs as asked."""
+    copy = deepcopy(tokenizer)
+    copy.chat_template = template
+    copy.add_tokens(list(words))
+    if eos is not None:
+        copy.eos_token = eos
+    return data(copy, ROWS, text_as_chat=not text, **settings)
+
+
+RENDERINGS = {
+    "template": ({"template": TAGGED}, "other data: another chat template (its text, "),
+    "system prompt": ({"system_prompt": "be brief"}, "other data: another chat template (its text, data.system_prompt"),
+    "arguments": ({"chat_template_kwargs": {"x": 1}}, "or data.chat_template_kwargs)"),
+    "vocabulary": ({"words": ["<new>"]}, "other data: another tokenizer (its vocabulary or its special tokens)"),
+    "end token": ({"eos": "z"}, "other data: another tokenizer"),
+}
+
+
+@pytest.mark.parametrize(("change", "said"), RENDERINGS.values(), ids=RENDERINGS.keys())
+def test_another_template_or_tokenizer_is_other_data(tokenizer, change, said):  # noqa: F811
+    first = changed(tokenizer)
+    first.setup("fit")
+    state = first.state_dict() | {"consumed": 2}
+    resumed(changed(tokenizer), state)
+    with pytest.raises(DataError) as caught:
+        resumed(changed(tokenizer, **change), state)
+    assert said in str(caught.value) and "resume_on_other_data=true" in str(caught.value)
+    assert resumed(changed(tokenizer, **change), state, accept=True).state_dict()["origin"] == [2, 0]
+
+
+def test_a_template_that_writes_the_date_is_the_same_on_another_day(tokenizer):  # noqa: F811
+    first, later = changed(tokenizer, DATED), changed(tokenizer, DATED)
+    first.setup("fit")
+    resumed(later, first.state_dict() | {"consumed": 2})
+    assert first.train_prompts[0].ids != later.train_prompts[0].ids
+
+
+def test_the_template_does_not_matter_to_text_prompts(tokenizer):  # noqa: F811
+    first = changed(tokenizer, text=True)
+    first.setup("fit")
+    resumed(changed(tokenizer, TAGGED, text=True), first.state_dict() | {"consumed": 2})
+
+
+def test_a_checkpoint_of_an_earlier_release_knows_no_template(tokenizer):  # noqa: F811
+    first = changed(tokenizer)
+    first.setup("fit")
+    state = first.state_dict() | {"consumed": 2}
+    state["data"] = {name: value for name, value in state["data"].items() if name != "rendering"}
+    assert resumed(changed(tokenizer, TAGGED), state).state_dict()["origin"] == [0, 0]
 
 
 def test_accepted_data_begins_with_its_first_batch_and_goes_on_so(tokenizer, state):  # noqa: F811

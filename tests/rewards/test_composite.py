@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from types import ModuleType
 
@@ -148,3 +149,51 @@ def test_terms_from_a_configuration_with_a_users_function(monkeypatch):
     for convert in ("none", "all"):
         reward = instantiate(config, _convert_=convert)
         assert reward(batch("46", "area", "io")).total.tolist() == [10, 3, 0]
+
+
+# --- terms with a state ----------------------------------------------------------------------------------------------
+
+
+class Counts:
+    """The number of responses it has scored before."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def __call__(self, batch: RewardBatch) -> list[int]:
+        scores = list(range(self.seen, self.seen + len(batch)))
+        self.seen += len(batch)
+        return scores
+
+    def state_dict(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
+
+
+class Model(torch.nn.Linear):
+    """A reward model: it has both methods, and weights that are its own files' business."""
+
+    def forward(self, batch: RewardBatch) -> list[float]:  # type: ignore[override]
+        return [0.0] * len(batch)
+
+
+def with_state() -> CompositeReward:
+    return CompositeReward({"a": {"reward": Counts()}, "b": {"reward": length}, "c": {"reward": Model(2, 2)}})
+
+
+def test_terms_with_a_state_go_on_and_models_are_left_out(caplog):
+    reward, again = with_state(), with_state()
+    assert reward(batch("x", "y")).components["a"].tolist() == [0, 1]
+    assert reward.state_dict() == {"a": {"seen": 2}}
+    again.load_state_dict(reward.state_dict())
+    assert again(batch("x", "y")).components["a"].tolist() == [2, 3] and not caplog.records
+
+
+def test_a_term_whose_state_is_not_in_the_checkpoint_says_so(caplog):
+    with caplog.at_level(logging.WARNING):
+        with_state().load_state_dict({"gone": {"seen": 2}})
+    assert [r.getMessage() for r in caplog.records] == [
+        "the checkpoint holds no state of reward.terms.a: it starts afresh"
+    ]

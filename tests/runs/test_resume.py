@@ -15,8 +15,9 @@ from lightning_rlhf.checkpoint import IterationCheckpoint, RNGState, latest_vali
 from lightning_rlhf.errors import InputError
 from lightning_rlhf.models import Policy
 from lightning_rlhf.module import ActorCriticModule
+from lightning_rlhf.rewards import RewardBatch
 from tests.ranks import run_ranks
-from tests.support import fit, same, tiny_module, tiny_policy, weights
+from tests.support import even_digits, fit, same, tiny_module, tiny_policy, weights
 
 
 class Dies(RLHFCallback):
@@ -121,3 +122,46 @@ def test_a_changed_learning_rate_acts_on_resume(tmp_path: Path) -> None:
     fit(module, [RNGState()], folder=tmp_path, resume=latest_valid(tmp_path))
     [actor] = [group for group in module.optimizers().param_groups if group["name"] == "actor"]
     assert actor["lr"] == 5e-4 and actor["clip_norm"] == 0.3 and module.control.iteration == 6
+
+
+class Later:
+    """A reward that changes with the number of responses scored, and whose state lives in a tensor and a number."""
+
+    def __init__(self) -> None:
+        self.seen, self.mean = 0, torch.zeros((), dtype=torch.float64)
+
+    def __call__(self, batch: RewardBatch) -> list[float]:
+        scores = even_digits(batch)
+        self.mean += 0.1 * (sum(scores) / len(scores) - self.mean)
+        self.seen += len(batch)
+        return [score * self.seen - float(self.mean) for score in scores]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen, "mean": self.mean}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen, self.mean = state["seen"], state["mean"]
+
+
+def rewarded_by(reward: Later, folder: Path, iterations: int, resume: Path | None = None) -> ActorCriticModule:
+    module = tiny_module(iterations=iterations, reward=reward)
+    callbacks = [RNGState(), IterationCheckpoint(str(folder), every_n_iterations=2)]
+    fit(module, callbacks, folder=folder, resume=resume, enable_checkpointing=True)
+    return module
+
+
+def test_a_reward_with_a_state_goes_on_where_it_was(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    whole, resumed = Later(), Later()
+    expected = weights(rewarded_by(whole, tmp_path / "whole", 4))
+    rewarded_by(Later(), tmp_path, 2)
+    file = latest_valid(tmp_path)
+    assert file is not None
+    module = rewarded_by(resumed, tmp_path, 4, resume=file)
+    assert same(weights(module), expected)
+    assert whole.seen == resumed.seen > 0 and torch.equal(whole.mean, resumed.mean)
+    assert "no state of reward.terms" not in caplog.text
+    earlier = torch.load(file, weights_only=True)
+    del earlier["lightning_rlhf"]["rewards"]
+    torch.save(earlier, tmp_path / "earlier.ckpt")
+    rewarded_by(Later(), tmp_path / "again", 4, resume=tmp_path / "earlier.ckpt")
+    assert "the checkpoint holds no state of reward.terms.score: it starts afresh" in caplog.text
