@@ -37,6 +37,23 @@ TABLES_TAG = "mlflow.loggedArtifacts"
 FOLDER = "tracking"
 """Subfolder of the run's folder with spools, ``run.json`` and files still to be sent to MLflow."""
 
+RECORDS = {
+    "metrics": ("step", "time", "values"),
+    "rewind": ("step",),
+    "params": ("values",),
+    "tags": ("values",),
+    "status": ("status",),
+    "file": ("path", "folder"),
+    "table": ("path",),
+}
+"""Kinds of records in the spools, and the keys that each has."""
+
+
+def is_record(record: dict[str, Any]) -> bool:
+    """Whether this object of a spool is a record that can be delivered, not one that a damaged file has left over."""
+    keys = RECORDS.get(str(record.get("kind")))
+    return keys is not None and all(key in record for key in keys)
+
 
 @dataclass
 class RunRecord:

@@ -37,14 +37,7 @@ from lightning_rlhf.reporting.mlflow_address import (
     store_of,
 )
 from lightning_rlhf.reporting.mlflow_database import artifacts_beside
-from lightning_rlhf.reporting.mlflow_delivery import (
-    FOLDER,
-    LONGEST_TAG,
-    RunRecord,
-    TrackedRun,
-    cut,
-    fit_key,
-)
+from lightning_rlhf.reporting.mlflow_delivery import FOLDER, LONGEST_TAG, RunRecord, TrackedRun, cut, fit_key, is_record
 from lightning_rlhf.reporting.mlflow_values import cell, flattened, now_ms, number, plain
 from lightning_rlhf.reporting.spool import Courier, Deliver, Spool
 
@@ -137,8 +130,8 @@ class RLMLFlowLogger(MLFlowLogger):
         self._database = database
         self._opened = self._ended = self._config_logged = False
         # With the run's key in its name, a second run in the same folder does not send the first one's records.
-        self._log = Spool(self.run_dir / FOLDER / f"{record.key}.log.jsonl")
-        self._files = Spool(self.run_dir / FOLDER / f"{record.key}.files.jsonl")
+        self._log = Spool(self.run_dir / FOLDER / f"{record.key}.log.jsonl", is_record)
+        self._files = Spool(self.run_dir / FOLDER / f"{record.key}.files.jsonl", is_record)
         routes: dict[Spool, Deliver] = {self._log: self.run.deliver_log, self._files: self.run.deliver_file}
         self._courier = Courier(routes, f"MLflow at {shown}", retry_seconds)
         if earlier is not None and resume_from is not None and Path(resume_from).absolute() != self.run_dir:
@@ -364,7 +357,7 @@ class RLMLFlowLogger(MLFlowLogger):
     def _take_over(self, folder: Path) -> None:
         """Move the records that the run could not send from its former folder into this one."""
         for own in (self._log, self._files):
-            former = Spool(folder / FOLDER / own.path.name)
+            former = Spool(folder / FOLDER / own.path.name, is_record)
             while records := former.pending():
                 for record in records:
                     own.append(record)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,19 +18,34 @@ LONGEST_WAIT = 60.0
 """Longest wait between two attempts in seconds, however long the server has been down."""
 
 
+def _is_object(record: dict[str, Any]) -> bool:
+    """Accepts every record."""
+    return True
+
+
 class Spool:
     """Records in a JSON-lines file, first in first out, from several threads of one process.
 
     A record is in the file when :meth:`append` returns, so it survives the process (not a power cut: the file is
     not synced). Records leave the file once all are delivered; after a crash some may be delivered
-    again, so delivery must be idempotent.
+    again, so delivery must be idempotent. A line that is no record is passed over, and kept in a file beside.
+
+    Args:
+        path: of the file; made with its folder by the first record.
+        is_record: whether a JSON object is a record that can be delivered.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, is_record: Callable[[dict[str, Any]], bool] = _is_object) -> None:
+        self.path, self._is_record = path, is_record
+        self.broken = path.with_name(f"{path.name}.broken")
+        """File of the lines that are no records."""
         self._lock = threading.Lock()
         self._start = 0
         """Bytes of delivered records that are still in the file."""
+        self._checked = 0
+        """Bytes whose broken lines have been announced."""
+        self._to_set_aside: list[bytes] = []
+        """Broken lines that are not yet in the file beside: this one is not emptied before they are."""
         if path.exists():
             content = path.read_bytes()
             whole = content.rfind(b"\n") + 1
@@ -46,31 +62,86 @@ class Spool:
                 file.write(line)
 
     def pending(self, limit: int = 1000) -> list[dict[str, Any]]:
-        """Up to ``limit`` of the oldest records that are not yet committed."""
+        """Up to ``limit`` of the oldest records that are not yet committed.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
         records: list[dict[str, Any]] = []
+        broken: list[bytes] = []
         with self._lock:
-            if self.path.exists():
-                with self.path.open("rb") as file:
-                    file.seek(self._start)
-                    while len(records) < limit and (line := file.readline()):
-                        records.append(json.loads(line))
+            if not self.path.exists():
+                return records
+            with self.path.open("rb") as file:
+                file.seek(self._start)
+                while len(records) < limit and (line := file.readline()):
+                    record = self._parsed(line)
+                    if record is not None:
+                        records.append(record)
+                    elif file.tell() > self._checked:
+                        broken.append(line)
+                end = file.tell()
+            self._checked = max(self._checked, end)
+            if broken or self._to_set_aside:
+                self._set_aside(broken)
+            if not records:
+                self._advance(end)
         return records
 
     def commit(self, count: int) -> None:
         """Mark the oldest ``count`` records as delivered."""
-        with self._lock, self.path.open("r+b") as file:
-            file.seek(self._start)
-            for _ in range(count):
-                file.readline()
-            self._start = file.tell()
-            if not file.read(1):
-                file.truncate(0)
-                self._start = 0
+        with self._lock:
+            with self.path.open("rb") as file:
+                file.seek(self._start)
+                while count > 0 and (line := file.readline()):
+                    count -= self._parsed(line) is not None
+                end = file.tell()
+            self._advance(end)
 
     @property
     def empty(self) -> bool:
-        """Whether every record is delivered."""
-        return not self.pending(limit=1)
+        """Whether every record is delivered; false, too, if the file cannot be read."""
+        try:
+            return not self.pending(limit=1)
+        except OSError:  # the courier, which meets the same error, reports it
+            return False
+
+    def _parsed(self, line: bytes) -> dict[str, Any] | None:
+        """The record in a line; ``None`` if there is none: a disk that filled up, a bad block, an edited file."""
+        try:
+            record = json.loads(line)
+        except ValueError:  # no JSON, or not UTF-8
+            return None
+        return record if isinstance(record, dict) and self._is_record(record) else None
+
+    def _set_aside(self, found: list[bytes]) -> None:
+        """Copy broken lines to the file beside, unless an earlier start has done so; say where the new ones are."""
+        self._to_set_aside += found
+        where = str(self.broken)
+        try:
+            known = self.broken.read_bytes().splitlines(keepends=True) if self.broken.exists() else []
+            with self.broken.open("ab") as file:
+                file.writelines(line for line in self._to_set_aside if line not in known)
+            self._to_set_aside = []
+        except OSError as failure:
+            where = f"that file, as {self.broken} cannot be written ({in_a_line(failure)})"
+        if found:
+            numbers = _line_numbers(self.path, found)
+            log.warning("%s: %s cannot be read: kept in %s; everything else is sent", self.path, numbers, where)
+
+    def _advance(self, end: int) -> None:
+        """Everything before ``end`` is done with; if that is the whole file, the file is emptied."""
+        self._start = end
+        if end == self.path.stat().st_size and end and not self._to_set_aside:
+            os.truncate(self.path, 0)
+            self._start = self._checked = 0
+
+
+def _line_numbers(path: Path, wanted: list[bytes]) -> str:
+    """``line 3`` or ``lines 3, 7``: where these lines are in a file."""
+    with path.open("rb") as file:
+        found = [str(number) for number, line in enumerate(file, 1) if line in wanted]
+    return f"line{'s' if len(found) > 1 else ''} {', '.join(found)}"
 
 
 Deliver = Callable[[list[dict[str, Any]]], int]

@@ -295,6 +295,29 @@ def test_a_half_written_last_line_is_dropped(make: Make, tmp_path: Path, monkeyp
     assert history(second, "reward/mean") == [(1, 1.0), (2, 2.0)]
 
 
+@pytest.mark.parametrize(
+    "line", [b'{"kind": "metr{"kind": "rewind", "step": 1}\n', b'{"kind": "metrics", "step": 1}\n', b'{"kind": []}\n']
+)
+def test_a_broken_line_fails_no_run_and_no_resume(
+    make: Make, tmp_path: Path, line: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = make()
+    first.log_metrics({"reward/mean": 1.0}, step=1)
+    assert first.flush(30)
+    with first._log.path.open("ab") as file:
+        file.write(line)
+    first.log_metrics({"reward/mean": 2.0}, step=2)
+    first.finalize()
+    assert stored(first).info.status == "FINISHED"
+    with first._log.path.open("ab") as file:
+        file.write(line)
+    second = make(resume_from=tmp_path / "run")
+    second.log_start(2)
+    second.log_metrics({"reward/mean": 3.0}, step=3)
+    assert history(second, "reward/mean") == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert second._log.broken.read_bytes() == line and "cannot be read: kept in" in caplog.text
+
+
 def test_old_values_of_repeated_iterations_are_deleted(make: Make, tmp_path: Path) -> None:
     """0.61 was logged for iteration 4 by an abandoned start and is deleted; 0.535, of the resumed run, stays."""
     first = make()
