@@ -25,7 +25,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import OmegaConf
 
 from lightning_rlhf import passwords
-from lightning_rlhf.files import write_whole
 from lightning_rlhf.metrics import names
 from lightning_rlhf.reporting.mlflow_address import (
     address,
@@ -37,7 +36,16 @@ from lightning_rlhf.reporting.mlflow_address import (
     store_of,
 )
 from lightning_rlhf.reporting.mlflow_database import artifacts_beside
-from lightning_rlhf.reporting.mlflow_delivery import FOLDER, LONGEST_TAG, RunRecord, TrackedRun, cut, fit_key, is_record
+from lightning_rlhf.reporting.mlflow_delivery import (
+    FOLDER,
+    LONGEST_TAG,
+    RunRecord,
+    TrackedRun,
+    cut,
+    fit_key,
+    in_words,
+    is_record,
+)
 from lightning_rlhf.reporting.mlflow_values import cell, flattened, now_ms, number, plain
 from lightning_rlhf.reporting.spool import Courier, Deliver, Spool
 
@@ -244,7 +252,7 @@ class RLMLFlowLogger(MLFlowLogger):
     def log_text(self, text: str, artifact: str) -> None:
         """Record a text as artifact, for instance ``report.txt`` or ``folder/report.txt``."""
         path = self.run_dir / FOLDER / artifact
-        write_whole(path, text)  # an earlier version may be being sent at this moment
+        self.run.write(path, text)
         self.log_file(path, os.path.dirname(artifact))
 
     @rank_zero_only
@@ -276,9 +284,8 @@ class RLMLFlowLogger(MLFlowLogger):
         _ = self.experiment  # counts the start
         suffix = f"_resumed_{self.run.record.starts}" if self.run.resumed else ""
         path = self.run_dir / FOLDER / f"decisions{suffix}.jsonl"
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        self.log_text(text + lines, path.name)
+        self.log_text(self.run.text(path) + lines, path.name)
 
     def closing_lines(self) -> list[str]:
         """Where the record is."""
@@ -325,6 +332,8 @@ class RLMLFlowLogger(MLFlowLogger):
                 self.run_dir / FOLDER,
                 str(self.run_dir),
             )
+            if lost := in_words(self._courier.in_memory, self.run.in_memory()):
+                log.error("%s takes no more: lost if this process ends now: %s", self.run_dir / FOLDER, lost)
 
     def end_abandoned(self, reason: str, timeout: float, *, is_cause: bool = False) -> None:
         """Set the status of another process's run to FAILED if it is still RUNNING; see :func:`end_as_failed`."""
