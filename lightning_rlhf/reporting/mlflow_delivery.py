@@ -13,6 +13,7 @@ import math
 import os
 import re
 import threading
+from collections import Counter
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -36,6 +37,23 @@ BRANCH_TAG = "lightning_rlhf.branch_of"
 TABLES_TAG = "mlflow.loggedArtifacts"
 FOLDER = "tracking"
 """Subfolder of the run's folder with spools, ``run.json`` and files still to be sent to MLflow."""
+
+RECORDS = {
+    "metrics": ("step", "time", "values"),
+    "rewind": ("step",),
+    "params": ("values",),
+    "tags": ("values",),
+    "status": ("status",),
+    "file": ("path", "folder"),
+    "table": ("path",),
+}
+"""Kinds of records in the spools, and the keys that each has."""
+
+
+def is_record(record: dict[str, Any]) -> bool:
+    """Whether this object of a spool is a record that can be delivered, not one that a damaged file has left over."""
+    keys = RECORDS.get(str(record.get("kind")))
+    return keys is not None and all(key in record for key in keys)
 
 
 @dataclass
@@ -99,6 +117,9 @@ class TrackedRun:
         self.experiment_id: str | None = None
         self._recorded: dict[str, dict[int, float]] = {}
         self._lock = threading.Lock()
+        self._texts: dict[Path, str] = {}
+        """The newest version of each text that the disk did not take."""
+        self._writing = threading.Lock()
 
     # --- opening -----------------------------------------------------------------------------------------------------
 
@@ -178,6 +199,35 @@ class TrackedRun:
                     raise
         return experiment.experiment_id
 
+    # --- texts -------------------------------------------------------------------------------------------------------
+
+    def write(self, path: Path, text: str) -> None:
+        """Write a text that will be sent as a file; if the disk does not take it, it is kept in memory until then."""
+        with self._writing:
+            self._texts[path] = text
+        self._write_kept(path)
+
+    def text(self, path: Path) -> str:
+        """The text that was written last, nothing if there is none; bytes that are no UTF-8 are replaced."""
+        if (kept := self._texts.get(path)) is not None:
+            return kept
+        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+    def _write_kept(self, path: Path) -> str | None:
+        """Write a text that waits in memory; returns it if that is still where it is, and ``None`` otherwise."""
+        with self._writing:
+            if path in self._texts:
+                try:
+                    write_whole(path, self._texts[path])
+                    del self._texts[path]
+                except OSError:  # the spool beside it meets the same disk, and its courier says so
+                    log.debug("%s is written later", path, exc_info=True)
+            return self._texts.get(path)
+
+    def in_memory(self) -> list[str]:
+        """Names of the texts that are not on disk, as the disk did not take them."""
+        return [path.name for path in list(self._texts) if self._write_kept(path) is not None]
+
     # --- delivery ----------------------------------------------------------------------------------------------------
 
     def deliver_log(self, records: list[dict[str, Any]]) -> int:
@@ -202,6 +252,8 @@ class TrackedRun:
         if record["kind"] == "table":
             tag = self.client.get_run(run_id).data.tags.get(TABLES_TAG, "[]")
             self._set_tags(run_id, {TABLES_TAG: with_table(tag, record["path"])})
+        elif (text := self._write_kept(Path(record["path"]))) is not None:
+            self.client.log_text(run_id, text, os.path.join(record["folder"], os.path.basename(record["path"])))
         elif os.path.exists(record["path"]):
             self.client.log_artifact(run_id, record["path"], record["folder"] or None)
         else:
@@ -269,6 +321,14 @@ class TrackedRun:
         if "failure" in tags:
             self._set_tags(run_id, {"previous_failure": tags["failure"]})
             self.client.delete_tag(run_id, "failure")
+
+
+def in_words(records: list[dict[str, Any]], texts: list[str]) -> str:
+    """What is in these records, for a message: ``metrics of iterations 3 to 7, 1 status, decisions.jsonl``."""
+    steps = sorted(record["step"] for record in records if record["kind"] == "metrics")
+    others = Counter(record["kind"] for record in records if record["kind"] != "metrics")
+    metrics = [f"metrics of iterations {steps[0]} to {steps[-1]}"] if steps else []
+    return ", ".join(metrics + [f"{count} {kind}" for kind, count in others.items()] + texts)
 
 
 def with_table(tag: str, path: str) -> str:

@@ -25,7 +25,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import OmegaConf
 
 from lightning_rlhf import passwords
-from lightning_rlhf.files import write_whole
 from lightning_rlhf.metrics import names
 from lightning_rlhf.reporting.mlflow_address import (
     address,
@@ -37,8 +36,17 @@ from lightning_rlhf.reporting.mlflow_address import (
     store_of,
 )
 from lightning_rlhf.reporting.mlflow_database import artifacts_beside
-from lightning_rlhf.reporting.mlflow_delivery import FOLDER, LONGEST_TAG, RunRecord, TrackedRun, cut, fit_key
-from lightning_rlhf.reporting.mlflow_values import cell, flattened, now_ms, number, plain
+from lightning_rlhf.reporting.mlflow_delivery import (
+    FOLDER,
+    LONGEST_TAG,
+    RunRecord,
+    TrackedRun,
+    cut,
+    fit_key,
+    in_words,
+    is_record,
+)
+from lightning_rlhf.reporting.mlflow_values import flattened, now_ms, number, plain, table
 from lightning_rlhf.reporting.spool import Courier, Deliver, Spool
 
 if TYPE_CHECKING:
@@ -130,8 +138,8 @@ class RLMLFlowLogger(MLFlowLogger):
         self._database = database
         self._opened = self._ended = self._config_logged = False
         # With the run's key in its name, a second run in the same folder does not send the first one's records.
-        self._log = Spool(self.run_dir / FOLDER / f"{record.key}.log.jsonl")
-        self._files = Spool(self.run_dir / FOLDER / f"{record.key}.files.jsonl")
+        self._log = Spool(self.run_dir / FOLDER / f"{record.key}.log.jsonl", is_record)
+        self._files = Spool(self.run_dir / FOLDER / f"{record.key}.files.jsonl", is_record)
         routes: dict[Spool, Deliver] = {self._log: self.run.deliver_log, self._files: self.run.deliver_file}
         self._courier = Courier(routes, f"MLflow at {shown}", retry_seconds)
         if earlier is not None and resume_from is not None and Path(resume_from).absolute() != self.run_dir:
@@ -244,7 +252,7 @@ class RLMLFlowLogger(MLFlowLogger):
     def log_text(self, text: str, artifact: str) -> None:
         """Record a text as artifact, for instance ``report.txt`` or ``folder/report.txt``."""
         path = self.run_dir / FOLDER / artifact
-        write_whole(path, text)  # an earlier version may be being sent at this moment
+        self.run.write(path, text)
         self.log_file(path, os.path.dirname(artifact))
 
     @rank_zero_only
@@ -259,17 +267,9 @@ class RLMLFlowLogger(MLFlowLogger):
 
     @rank_zero_only
     def log_table(self, rows: list[dict[str, Any]], iteration: int, name: str) -> None:
-        """Record a table as ``<name>/iteration_000012.json``, which MLflow shows as one (``mlflow.load_table``).
-
-        Columns are the keys of all rows in order of appearance; missing values and NaN are empty cells.
-
-        Raises:
-            TypeError: names the column whose value JSON cannot hold.
-        """
-        columns = list(dict.fromkeys(name for row in rows for name in row))
-        data = [[cell(name, row.get(name)) for name in columns] for row in rows]
+        """Record a :func:`table` as ``<name>/iteration_000012.json``, which MLflow shows as one."""
         artifact = f"{name}/iteration_{iteration:06d}.json"
-        self.log_text(json.dumps({"columns": columns, "data": data}, ensure_ascii=False), artifact)
+        self.log_text(table(rows), artifact)
         self._put(self._files, kind="table", path=artifact)
 
     @rank_zero_only
@@ -281,9 +281,8 @@ class RLMLFlowLogger(MLFlowLogger):
         _ = self.experiment  # counts the start
         suffix = f"_resumed_{self.run.record.starts}" if self.run.resumed else ""
         path = self.run_dir / FOLDER / f"decisions{suffix}.jsonl"
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        self.log_text(text + lines, path.name)
+        self.log_text(self.run.text(path) + lines, path.name)
 
     def closing_lines(self) -> list[str]:
         """Where the record is."""
@@ -330,6 +329,8 @@ class RLMLFlowLogger(MLFlowLogger):
                 self.run_dir / FOLDER,
                 str(self.run_dir),
             )
+            if lost := in_words(self._courier.in_memory, self.run.in_memory()):
+                log.error("%s takes no more: lost if this process ends now: %s", self.run_dir / FOLDER, lost)
 
     def end_abandoned(self, reason: str, timeout: float, *, is_cause: bool = False) -> None:
         """Set the status of another process's run to FAILED if it is still RUNNING; see :func:`end_as_failed`."""
@@ -362,7 +363,7 @@ class RLMLFlowLogger(MLFlowLogger):
     def _take_over(self, folder: Path) -> None:
         """Move the records that the run could not send from its former folder into this one."""
         for own in (self._log, self._files):
-            former = Spool(folder / FOLDER / own.path.name)
+            former = Spool(folder / FOLDER / own.path.name, is_record)
             while records := former.pending():
                 for record in records:
                     own.append(record)

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -53,6 +53,19 @@ def number(name: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError):
         raise TypeError(f"metric {name} = {value!r} is not a number") from None
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The JSON text of a table for ``mlflow.load_table``.
+
+    Columns are the keys of all rows in order of appearance; missing values and NaN are empty cells.
+
+    Raises:
+        TypeError: names the column whose value JSON cannot hold.
+    """
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    data = [[cell(name, row.get(name)) for name in columns] for row in rows]
+    return json.dumps({"columns": columns, "data": data}, ensure_ascii=False)
 
 
 def cell(column: str, value: Any) -> Any:

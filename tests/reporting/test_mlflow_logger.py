@@ -295,6 +295,29 @@ def test_a_half_written_last_line_is_dropped(make: Make, tmp_path: Path, monkeyp
     assert history(second, "reward/mean") == [(1, 1.0), (2, 2.0)]
 
 
+@pytest.mark.parametrize(
+    "line", [b'{"kind": "metr{"kind": "rewind", "step": 1}\n', b'{"kind": "metrics", "step": 1}\n', b'{"kind": []}\n']
+)
+def test_a_broken_line_fails_no_run_and_no_resume(
+    make: Make, tmp_path: Path, line: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = make()
+    first.log_metrics({"reward/mean": 1.0}, step=1)
+    assert first.flush(30)
+    with first._log.path.open("ab") as file:
+        file.write(line)
+    first.log_metrics({"reward/mean": 2.0}, step=2)
+    first.finalize()
+    assert stored(first).info.status == "FINISHED"
+    with first._log.path.open("ab") as file:
+        file.write(line)
+    second = make(resume_from=tmp_path / "run")
+    second.log_start(2)
+    second.log_metrics({"reward/mean": 3.0}, step=3)
+    assert history(second, "reward/mean") == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert second._log.broken.read_bytes() == line and "cannot be read: kept in" in caplog.text
+
+
 def test_old_values_of_repeated_iterations_are_deleted(make: Make, tmp_path: Path) -> None:
     """0.61 was logged for iteration 4 by an abandoned start and is deleted; 0.535, of the resumed run, stays."""
     first = make()
@@ -852,6 +875,76 @@ def test_a_full_disk_is_one_line_and_no_traceback_of_the_database(tmp_path: Path
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 1 and "disk I/O error). Training goes on; nothing is lost" in lines[0], done.stderr
     assert "SQL:" not in lines[0]
+
+
+FULL_RUN_FOLDER = """
+import resource, sys
+from pathlib import Path
+from lightning_rlhf.reporting import RLMLFlowLogger
+
+folder, away = Path(sys.argv[1]), sys.argv[2] == "away"
+logger = RLMLFlowLogger(folder / "run", store_dir=folder, retry_seconds=1000)
+logger.log_decisions([{"iteration": 1}])
+logger.log_metrics({"reward/mean": 1.0}, 1)
+assert logger.flush(60)
+send = logger.run.ensure
+
+def refuse():
+    raise ConnectionError("refused")
+
+logger.run.ensure = refuse
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))  # a disk that takes no more
+for step in (2, 3):
+    logger.log_metrics({"reward/mean": float(step)}, step)
+    logger.log_decisions([{"iteration": step}])
+if away:  # until the end
+    logger.finalize()
+else:
+    assert not logger.flush(60)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    logger.run.ensure = send
+    logger.finalize()
+"""
+
+
+@pytest.mark.parametrize("until", ["back", "away"])
+def test_a_full_disk_beside_a_server_that_is_away(make: Make, tmp_path: Path, store: Path, until: str) -> None:
+    """Nothing raises; what waits in memory arrives, or the last line says what is lost."""
+    command = [sys.executable, "-c", FULL_RUN_FOLDER, str(tmp_path), until]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = done.stderr.strip().splitlines()
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert sum("cannot be written (OSError: [Errno 27] File too large" in line for line in said) == 1, done.stderr
+    if until == "away":
+        lost = "metrics of iterations 2 to 3, 1 status, 2 file, decisions.jsonl"
+        assert said[-1] == f"{tmp_path}/run/tracking takes no more: lost if this process ends now: {lost}"
+        return
+    assert "nothing was lost" in said[-1] or "nothing was lost" in said[-2], done.stderr
+    logger = make(resume_from=tmp_path / "run", tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
+    assert history(logger, "reward/mean") == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert artifact(logger, "decisions.jsonl", tmp_path).count("\n") == 3
+
+
+def test_a_text_that_the_disk_does_not_take_is_sent_from_memory(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger = make()
+    logger.log_decisions([{"iteration": 1}])
+    assert logger.flush(30)
+
+    def full(path: Path, text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("lightning_rlhf.reporting.mlflow_delivery.write_whole", full)
+        logger.log_decisions([{"iteration": 2}])
+        logger.log_text("new", "folder/new.txt")
+        assert artifact(logger, "folder/new.txt", tmp_path) == "new"
+        logger.log_decisions([{"iteration": 3}])
+        assert artifact(logger, "decisions.jsonl", tmp_path).count("iteration") == 3
+    logger.log_decisions([{"iteration": 4}])
+    assert artifact(logger, "decisions.jsonl", tmp_path).count("iteration") == 4
+    assert logger.run.in_memory() == [], "and on disk as soon as that works"
 
 
 def test_a_store_that_is_no_database_is_refused_in_a_line(tmp_path: Path) -> None:

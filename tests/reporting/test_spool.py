@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import resource
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +57,119 @@ def test_a_line_cut_by_a_crash_is_dropped(spool: Spool, rest: bytes) -> None:
     again = Spool(spool.path)
     again.append({"n": 6})
     assert numbers(again) == [0, 1, 2, 3, 4, 6]
+
+
+BROKEN = [b'{"n": 2{"n": 3}\n', b"\xff\xfe\n", b"[1, 2]\n", b"\n", b'{"m": 1}\n']
+
+
+@pytest.mark.parametrize("line", BROKEN)
+@pytest.mark.parametrize("number", [1, 3, 6])
+def test_a_broken_line_is_set_aside_and_all_else_is_delivered(
+    spool: Spool, line: bytes, number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines = spool.path.read_bytes().splitlines(keepends=True)
+    spool.path.write_bytes(b"".join([*lines[: number - 1], line, *lines[number - 1 :]]))
+    taken: list[int] = []
+
+    def one_by_one(records: list[dict[str, Any]]) -> int:
+        taken.append(records[0]["n"])
+        return 1
+
+    again = Spool(spool.path, lambda record: "n" in record)
+    with caplog.at_level(logging.WARNING, logger="lightning_rlhf"):
+        assert Courier({again: one_by_one}, "somewhere", 1000.0).flush(30) and again.empty
+    assert taken == [0, 1, 2, 3, 4] and spool.path.stat().st_size == 0
+    assert again.broken.read_bytes() == line and again.broken.name == "spool.jsonl.broken"
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith(f"{spool.path}: line {number} cannot be read: kept in {again.broken}")
+
+
+def test_a_broken_line_is_kept_once_however_often_the_spool_is_opened(spool: Spool) -> None:
+    with spool.path.open("ab") as file:
+        file.write(b"no record\n")
+    assert numbers(Spool(spool.path)) == numbers(Spool(spool.path)) == [0, 1, 2, 3, 4]
+    assert Spool(spool.path).broken.read_bytes() == b"no record\n"
+
+
+def test_a_broken_line_that_can_be_kept_nowhere_else_stays(spool: Spool, caplog: pytest.LogCaptureFixture) -> None:
+    with spool.path.open("ab") as file:
+        file.write(b"no record\n")
+    spool.broken.mkdir()  # cannot be written
+    with caplog.at_level(logging.WARNING, logger="lightning_rlhf"):
+        spool.commit(len(spool.pending()))
+        assert spool.empty and b"no record\n" in spool.path.read_bytes()
+    assert len(caplog.records) == 1 and "kept in that file, as" in caplog.text and "line 6" in caplog.text
+    spool.append({"n": 5})
+    spool.broken.rmdir()
+    assert numbers(spool) == [5]
+    spool.commit(1)
+    assert spool.path.stat().st_size == 0 and spool.broken.read_bytes() == b"no record\n"
+
+
+def test_a_file_that_cannot_be_read_is_not_empty_and_a_flush_does_not_raise(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spool = Spool(tmp_path / "spool.jsonl")
+    spool.path.mkdir()
+    assert not Courier({spool: len}, "somewhere", 1000.0).flush(30) and not spool.empty
+    assert "IsADirectoryError" in caplog.text
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Callable[[int | None], None]]:
+    """Sets the size in bytes beyond which no file of this process can grow; ``None``: no limit."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(size: int | None) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before if size is None else (size, before[1]))
+
+    yield limit
+    limit(None)
+
+
+def test_what_a_full_disk_does_not_take_waits_in_memory_in_order(
+    spool: Spool, full_disk: Callable[[int | None], None]
+) -> None:
+    content = spool.path.read_bytes()
+    full_disk(len(content) + 4)  # half a record still fits
+    spool.append({"n": 5})
+    spool.append({"n": 6})
+    kept, trouble, in_memory = spool.path.read_bytes(), spool.trouble, spool.in_memory
+    spool.commit(4)
+    limited = spool.pending(2), numbers(spool), spool.empty
+    full_disk(None)
+    assert kept == content, "no half line"
+    assert in_memory == [{"n": 5}, {"n": 6}] and trouble is not None and "File too large" in trouble
+    assert limited == ([{"n": 4}, {"n": 5}], [4, 5, 6], False)
+    spool.append({"n": 7})
+    assert numbers(spool) == [4, 5, 6, 7] and not spool.in_memory and spool.trouble is None
+    assert numbers(Spool(spool.path)) == [0, 1, 2, 3, 4, 5, 6, 7], "all in the file"
+
+
+def test_what_waits_in_memory_is_sent_from_there(
+    tmp_path: Path, full_disk: Callable[[int | None], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    spools = [Spool(tmp_path / "tracking" / name) for name in ("a.jsonl", "b.jsonl")]
+    taken: list[int] = []
+
+    def take(records: list[dict[str, Any]]) -> int:
+        taken.append(records[0]["n"])
+        return 1
+
+    courier = Courier({spool: take for spool in spools}, "somewhere", 1000.0)
+    full_disk(0)
+    for n in range(4):
+        spools[n % 2].append({"n": n})
+        assert courier.flush(30)
+    full_disk(None)
+    assert taken == [0, 1, 2, 3] and not courier.in_memory
+    for spool in spools:
+        spool.append({"n": 4})
+    assert courier.flush(30)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2, said  # once for both files, once that it is over
+    assert said[0].startswith(f"{tmp_path / 'tracking'} cannot be written (OSError: [Errno 27] File too large")
+    assert "can be written to disk again" in said[1]
 
 
 def test_numbers_and_texts_survive(tmp_path: Path) -> None:
