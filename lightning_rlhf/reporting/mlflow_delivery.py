@@ -95,7 +95,8 @@ class TrackedRun:
         client: of the tracking server or database.
         record: which run it is; kept up to date in ``run_dir``.
         run_dir: the run's folder.
-        resumed: whether MLflow may hold steps of it already.
+        resumed: whether MLflow or the spool may hold steps of it already. Becomes false if the run is lost and a new
+            one started; :attr:`continues` stays, as the spool may still hold steps that the new run repeats.
         may_be_lost: whether a new run is started if the recorded one no longer exists.
         artifact_location: of a new experiment; ``None`` leaves it to the server.
         tags: of a new run.
@@ -113,6 +114,7 @@ class TrackedRun:
         tags: dict[str, Any] | None = None,
     ) -> None:
         self.client, self.record, self.run_dir, self.resumed = client, record, run_dir, resumed
+        self.continues = resumed
         self.artifact_location, self.tags, self.may_be_lost = artifact_location, tags or {}, may_be_lost
         self.experiment_id: str | None = None
         self._recorded: dict[str, dict[int, float]] = {}
@@ -224,17 +226,22 @@ class TrackedRun:
                     log.debug("%s is written later", path, exc_info=True)
             return self._texts.get(path)
 
-    def in_memory(self) -> list[str]:
-        """Names of the texts that are not on disk, as the disk did not take them."""
-        return [path.name for path in list(self._texts) if self._write_kept(path) is not None]
+    def in_memory(self, records: list[dict[str, Any]]) -> str:
+        """These records and the texts that the disk did not take, in words; empty if there are none."""
+        texts = [path.name for path in list(self._texts) if self._write_kept(path) is not None]
+        return in_words(records, texts)
 
     # --- delivery ----------------------------------------------------------------------------------------------------
 
     def deliver_log(self, records: list[dict[str, Any]]) -> int:
-        """Send the first record, or all leading metric records in one call; returns how many records were sent."""
+        """Send the first record, or all leading metric records in one call; returns how many records were sent.
+
+        Metrics that a later start will repeat, as its ``rewind`` among the records says, are not sent.
+        """
         run_id, kind = self.ensure(), records[0]["kind"]
         if kind == "metrics":
-            return self._metrics(run_id, list(takewhile(lambda record: record["kind"] == kind, records)))
+            last = min((record["step"] for record in records if record["kind"] == "rewind"), default=math.inf)
+            return self._metrics(run_id, list(takewhile(lambda record: record["kind"] == kind, records)), last)
         if kind == "rewind":
             forget_steps_behind(self.client, run_id, records[0]["step"])
             self._recorded.clear()
@@ -260,7 +267,8 @@ class TrackedRun:
             log.error("%s was removed before it could be sent to MLflow", record["path"])
         return 1
 
-    def _metrics(self, run_id: str, records: list[dict[str, Any]]) -> int:
+    def _metrics(self, run_id: str, records: list[dict[str, Any]], last: float) -> int:
+        """Send as many records as one call takes, without those of steps after ``last``; returns how many are done."""
         from mlflow.entities import Metric
 
         batch: list[Metric] = []
@@ -269,7 +277,8 @@ class TrackedRun:
             if batch and len(batch) + len(record["values"]) > METRICS_PER_CALL:
                 break
             step, moment = record["step"], record["time"]
-            new = {k: v for k, v in record["values"].items() if not self._is_recorded(run_id, k, step, v)}
+            values = record["values"].items() if step <= last else ()
+            new = {k: v for k, v in values if not self._is_recorded(run_id, k, step, v)}
             batch += [Metric(name, value, moment, step) for name, value in new.items()]
             sent += 1
         for start in range(0, len(batch), METRICS_PER_CALL):
@@ -278,7 +287,7 @@ class TrackedRun:
 
     def _is_recorded(self, run_id: str, name: str, step: int, value: float) -> bool:
         """Whether a resumed run already has this value for this step; a different value is added after it."""
-        if not self.resumed:
+        if not self.continues:
             return False
         if name not in self._recorded:
             history = sorted(self.client.get_metric_history(run_id, name), key=lambda metric: metric.timestamp)

@@ -43,7 +43,6 @@ from lightning_rlhf.reporting.mlflow_delivery import (
     TrackedRun,
     cut,
     fit_key,
-    in_words,
     is_record,
 )
 from lightning_rlhf.reporting.mlflow_values import flattened, now_ms, number, plain, table
@@ -169,7 +168,7 @@ class RLMLFlowLogger(MLFlowLogger):
                 log.info("MLflow: artifacts are now read from the folder beside %s", self._database)
             self.run.open()
             self._opened = True
-            if self.run.resumed:
+            if self.run.continues:  # a lost run, too: the spool may hold that it ended
                 self._log.append({"kind": "status", "status": "RUNNING"})
             self._courier.wake()
         return self._mlflow_client
@@ -221,9 +220,9 @@ class RLMLFlowLogger(MLFlowLogger):
     @rank_zero_only
     def log_start(self, iteration: int) -> None:
         """Training continues after this iteration: records of later ones are void. To be called before all else."""
+        if self.run.continues:  # queued before the run is opened, which begins to send what an earlier start has left
+            self._log.append({"kind": "rewind", "step": iteration})
         _ = self.experiment
-        if self.run.resumed:
-            self._put(self._log, kind="rewind", step=iteration)
 
     @rank_zero_only
     def log_config(self, config: Any) -> None:
@@ -325,11 +324,9 @@ class RLMLFlowLogger(MLFlowLogger):
             log.warning(
                 "MLflow at %s has not taken everything yet. The rest is kept in %s and sent when the run is resumed, "
                 "or by lightning_rlhf.reporting.send_spooled(%r).",
-                self.run.record.tracking_uri,
-                self.run_dir / FOLDER,
-                str(self.run_dir),
+                *(self.run.record.tracking_uri, self.run_dir / FOLDER, str(self.run_dir)),
             )
-            if lost := in_words(self._courier.in_memory, self.run.in_memory()):
+            if lost := self.run.in_memory(self._courier.in_memory):
                 log.error("%s takes no more: lost if this process ends now: %s", self.run_dir / FOLDER, lost)
 
     def end_abandoned(self, reason: str, timeout: float, *, is_cause: bool = False) -> None:

@@ -143,6 +143,21 @@ def test_other_names_are_the_users_own(make: Make) -> None:
     assert sorted(v for k, v in metrics.items() if k.startswith("my_1_")) == [1.0, 2.0]
 
 
+def test_mlflows_own_functions_miss_the_run_and_its_client_with_its_id_reaches_it(make: Make, tmp_path: Path) -> None:
+    """As docs/runs.md says."""
+    logger = make()
+    logger.log_metrics({"my/number": 1.0}, step=1)
+    logger.experiment.log_dict(logger.run_id, {"a": 1}, "mine.json")
+    try:
+        mlflow.log_metric("my/other", 2.0, step=1)
+        active = mlflow.active_run()
+    finally:
+        mlflow.end_run()
+    assert active is not None and active.info.run_id != logger.run_id
+    assert history(logger, "my/number") == [(1, 1.0)] and history(logger, "my/other") == []
+    assert json.loads(artifact(logger, "mine.json", tmp_path)) == {"a": 1}
+
+
 def test_a_value_that_is_no_number_is_named(make: Make) -> None:
     with pytest.raises(TypeError, match="my/name = 'high' is not a number"):
         make().log_metrics({"my/name": "high"}, step=1)
@@ -407,6 +422,32 @@ def test_a_run_that_is_lost_goes_on_in_a_new_one(make: Make, tmp_path: Path, cap
     record.write(tmp_path / "run")
     third = make(resume_from=tmp_path / "run")
     assert third.run_id == second.run_id and not (tmp_path / "gone").exists(), "found in the store that is configured"
+
+
+@pytest.mark.parametrize("store_is", ["database", "server"])
+def test_a_lost_run_repeats_no_step_that_its_spool_still_holds(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store_is: str
+) -> None:
+    """Steps 2 and 3 wait in the spool when the run is deleted; the resumed one does 2 and 3 again, 3 differently."""
+    if store_is == "server":  # as if: nothing can be deleted
+        monkeypatch.setattr("lightning_rlhf.reporting.mlflow_database._engine", lambda client: None)
+    first = make()
+    first.log_metrics({"reward/mean": 1.0}, step=1)
+    assert first.flush(30) and first.run_id is not None
+    with monkeypatch.context() as patch:
+        Outage(first, patch).on = True
+        for step in (2, 3):
+            first.log_metrics({"reward/mean": float(step)}, step=step)
+        first.finalize("failed")
+    first._courier._routes.clear()  # the process has ended
+    MlflowClient(first.tracking_uri).delete_run(first.run.record.run_id)
+    second = make(resume_from=tmp_path / "run")
+    second.log_start(1)
+    for step, value in ((2, 2.0), (3, 3.5)):
+        second.log_metrics({"reward/mean": value}, step=step)
+    assert second.run_id != first.run.record.run_id
+    assert history(second, "reward/mean") == [(2, 2.0), (3, 3.5)]
+    assert stored(second).info.status == "RUNNING"
 
 
 def test_a_second_run_in_the_same_folder_is_a_run_of_its_own(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -944,7 +985,7 @@ def test_a_text_that_the_disk_does_not_take_is_sent_from_memory(
         assert artifact(logger, "decisions.jsonl", tmp_path).count("iteration") == 3
     logger.log_decisions([{"iteration": 4}])
     assert artifact(logger, "decisions.jsonl", tmp_path).count("iteration") == 4
-    assert logger.run.in_memory() == [], "and on disk as soon as that works"
+    assert logger.run.in_memory([]) == "", "and on disk as soon as that works"
 
 
 def test_a_store_that_is_no_database_is_refused_in_a_line(tmp_path: Path) -> None:
