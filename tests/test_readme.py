@@ -73,6 +73,10 @@ def test_train_commands_compose(command: str, compose: Any, tmp_path: Path, monk
     monkeypatch.setattr(npu, "missing", lambda: None)
     monkeypatch.setattr(npu.NPUAccelerator, "auto_device_count", staticmethod(lambda: 8))
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 2, encoding="utf-8")
+    for text in ("corpus.jsonl", "corpus.parquet", "texts/a.txt"):
+        (tmp_path / text).parent.mkdir(exist_ok=True)
+        (tmp_path / text).touch()
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
     overrides = [word for word in shlex.split(command) if "=" in word]
@@ -88,9 +92,9 @@ def test_train_commands_compose(command: str, compose: Any, tmp_path: Path, monk
 def install_parts() -> ModuleType:
     """``my_parts.py`` of the docs, with all its blocks in one module."""
     module = ModuleType("my_parts")
-    page = ROOT / "docs" / "extending.md"
-    for block in blocks("python", page):
-        exec(compile(block, str(page), "exec"), module.__dict__)
+    for page in (ROOT / "docs" / "extending.md", ROOT / "docs" / "ptx.md"):
+        for block in blocks("python", page):
+            exec(compile(block, str(page), "exec"), module.__dict__)
     sys.modules["my_parts"] = module
     return module
 
