@@ -85,7 +85,8 @@ def put(rollout: Rollout, rows: Tensor, fresh: Rollout, pad_id: int) -> Rollout:
 def _one_each(prompts: PromptBatch, rows: list[int], samples: int) -> PromptBatch:
     """The prompt of each row; rows of one prompt count as copies, so that their draws differ."""
     places = [divmod(row, samples) for row in rows]
-    chosen = {f.name: [getattr(prompts, f.name)[prompt] for prompt, _ in places] for f in fields(PromptBatch)}
+    lists = {f.name: getattr(prompts, f.name) for f in fields(PromptBatch)}
+    chosen = {name: [of[prompt] for prompt, _ in places] if of else [] for name, of in lists.items()}
     chosen["copies"] = [prompts.copies[prompt] * samples + sample for prompt, sample in places]
     return PromptBatch(**chosen)
 
