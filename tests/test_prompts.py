@@ -170,6 +170,7 @@ def test_a_real_run_its_suspects_and_the_run_without_them(
     """From training to the list and back: what the first run lists, the second does not draw."""
     monkeypatch.chdir(tmp_path)
     own = ["model.source.hidden_size=32", "model.source.layers=1", "model.source.heads=2", "logger=none"]
+    own += ["model.lr.actor=5e-4"]  # with a smaller rate no prompt stands out
     own += ["data.train.max_value=3", "data.train.held_out=0.2", "data.validation=null", "rollout.max_new_tokens=3"]
     watch = ["callbacks=[prompt_monitor,prompt_records]", "callbacks.prompt_monitor.min_prompts=3"]
     watch += ["callbacks.prompt_monitor.min_visits=2", "callbacks.prompt_monitor.z=0.01", "iterations=8"]
