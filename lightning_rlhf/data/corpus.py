@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -182,18 +183,19 @@ class BlockStream:
             self._order = number, torch.randperm(len(self.blocks), generator=generator)
         return self._order[1]
 
+    @cached_property
     def fingerprint(self) -> str:
-        """Hash of the blocks and of the seed of their order."""
+        """Hash of the blocks and of the seed of their order; computed once, as neither changes."""
         digest = hashlib.blake2b(f"{self.seed} {list(self.blocks.shape)}".encode(), digest_size=16)
         digest.update(self.blocks.numpy().tobytes())
         return digest.hexdigest()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position, "fingerprint": self.fingerprint()}
+        return {"position": self.position, "fingerprint": self.fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on at the saved position; with other blocks or another order begin anew, with a warning."""
-        if state["fingerprint"] == self.fingerprint():
+        if state["fingerprint"] == self.fingerprint:
             self.position = state["position"]
             return
         rank_zero_warn(

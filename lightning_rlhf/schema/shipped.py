@@ -9,9 +9,6 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-PLACED_ELSEWHERE = {"alp", "ptx", "recipe", "rollout_correction"}
-"""Groups whose files fill a block of another group (``# @package`` on their first line)."""
-
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted keys and values of all leaves; an empty block is a leaf."""
@@ -82,8 +79,14 @@ def known_at_the_top() -> list[str]:
         name.removeprefix("optional ") for entry in train["defaults"] if isinstance(entry, dict) for name in entry
     ]
     return [name for name in train if name not in ("defaults", "hydra")] + [
-        name for name in placed if name not in PLACED_ELSEWHERE
+        name for name in placed if not _fills_another_block(name)
     ]
+
+
+def _fills_another_block(group: str) -> bool:
+    """Whether a group's files say by ``# @package`` that their keys belong elsewhere."""
+    root = importlib.resources.files("lightning_rlhf.conf")
+    return all(_package(root / group / f"{option}.yaml", group) != group for option in groups()[group])
 
 
 def _package(file: Any, group: str) -> str:

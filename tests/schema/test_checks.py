@@ -234,6 +234,12 @@ def test_prompts_of_any_length_are_allowed(compose):
     assert schema.check(compose("data.max_prompt_tokens=null"))["data"]["max_prompt_tokens"] is None
 
 
+@pytest.mark.parametrize("group", ["alp", "experiment", "ptx", "recipe", "rollout_correction", "safety"])
+def test_the_name_of_a_group_that_fills_another_block_is_no_key(compose, group):
+    """``+safety.words=[...]`` would be a filter that is not there; its block is ``module.safety``."""
+    assert "nothing reads this key" in problems(compose, f"+{group}.words=[x]")[f"{group}.words"]
+
+
 def test_every_problem_is_reported_at_once(compose):
     found = problems(
         compose,
