@@ -9,6 +9,7 @@ import pytest
 from transformers import AutoConfig, AutoTokenizer
 
 from lightning_rlhf import cli, schema, serve
+from lightning_rlhf.accelerators import device
 from lightning_rlhf.models import build_tiny
 from lightning_rlhf.rollout import token_check
 
@@ -61,7 +62,8 @@ def test_the_extension_that_is_named_exists():
     assert {"rlhf_describe", "rlhf_receive"} <= set(dir(locate(serve.EXTENSION)))
 
 
-def test_a_folder_is_served_as_it_is_and_other_options_reach_vllm(executed, tmp_path):
+def test_a_folder_is_served_as_it_is_and_other_options_reach_vllm(executed, tmp_path, monkeypatch):
+    monkeypatch.setattr(device, "computes_in", lambda place, dtype: True)
     tiny = build_tiny("0123456789+-*= ", hidden_size=32, layers=1, heads=2)
     tiny.lm.save_pretrained(tmp_path / "model")
     tiny.tokenizer.save_pretrained(tmp_path / "model")
