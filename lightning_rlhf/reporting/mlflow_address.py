@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import sys
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -116,3 +117,11 @@ def creation_lock(database: Path | None) -> Iterator[None]:
     database.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(database.with_name(f".{database.name}.lock")):
         yield
+
+
+def name_from(run_dir: Path) -> str:
+    """A unique name made from the run's folder.
+
+    MLflow would draw a name from Python's seeded random state: all runs with one seed would have the same name.
+    """
+    return f"{'/'.join(run_dir.parts[-2:]).lstrip('/')}-{uuid.uuid4().hex[:4]}"

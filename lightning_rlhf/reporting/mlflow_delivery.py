@@ -19,6 +19,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_rlhf.errors import InputError
 from lightning_rlhf.files import write_whole
 from lightning_rlhf.metrics import names
 from lightning_rlhf.reporting.mlflow_database import forget_steps_behind
@@ -78,9 +79,21 @@ class RunRecord:
 
     @classmethod
     def read(cls, run_dir: str | Path) -> RunRecord | None:
-        """The record in a run's folder, ``None`` if there is none."""
+        """The record in a run's folder, ``None`` if there is none.
+
+        Raises:
+            InputError: the file is damaged or cannot be read.
+        """
         path = Path(run_dir) / FOLDER / "run.json"
-        return cls(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError) as error:
+            raise InputError(
+                f"{path} cannot be read: {error}. It names the run in MLflow. Restore it, "
+                "or move it away: the next start then gets a new run in MLflow"
+            ) from error
 
     def write(self, run_dir: Path) -> None:
         """Replace the record in a run's folder."""

@@ -25,12 +25,14 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import OmegaConf
 
 from lightning_rlhf import passwords
+from lightning_rlhf.errors import InputError
 from lightning_rlhf.metrics import names
 from lightning_rlhf.reporting.mlflow_address import (
     address,
     branch_tags,
     creation_lock,
     earlier_run,
+    name_from,
     opening,
     quiet_mlflow,
     store_of,
@@ -120,7 +122,7 @@ class RLMLFlowLogger(MLFlowLogger):
         shown = passwords.without(uri)
         with creation_lock(database), opening(shown):
             super().__init__(experiment_name, tracking_uri=uri)
-        drawn = {"mlflow.runName": _name_from(self.run_dir)}
+        drawn = {"mlflow.runName": name_from(self.run_dir)}
         named = {"mlflow.runName": run_name} if run_name else {}
         # A branch is in its parent's experiment, where MLflow shows it below the parent.
         experiment_name = parent.experiment_name if parent is not None else experiment_name
@@ -381,15 +383,13 @@ def send_spooled(run_dir: str | Path, timeout: float = 600.0) -> bool:
 def end_as_failed(run_dir: str | Path, reason: str, timeout: float = 30.0, *, is_cause: bool = False) -> None:
     """Record the failure of a run whose process could not: it was killed, or waits for a killed one.
 
-    Does nothing if no MLflow run is recorded in the folder, or the run has ended already.
+    Does nothing if no MLflow run is recorded in the folder, or the run has ended already. A record that cannot be read
+    is a warning, so that the run's own failure is still reported.
     """
-    if RunRecord.read(run_dir) is not None:
+    try:
+        recorded = RunRecord.read(run_dir) is not None
+    except InputError as error:
+        log.warning("the run is not marked as failed in MLflow: %s", error)
+        return
+    if recorded:
         RLMLFlowLogger(run_dir, resume_from=run_dir).end_abandoned(reason, timeout, is_cause=is_cause)
-
-
-def _name_from(run_dir: Path) -> str:
-    """A unique name made from the run's folder.
-
-    MLflow would draw a name from Python's seeded random state: all runs with one seed would have the same name.
-    """
-    return f"{'/'.join(run_dir.parts[-2:]).lstrip('/')}-{uuid.uuid4().hex[:4]}"

@@ -29,6 +29,7 @@ from mlflow import MlflowClient, MlflowException
 from omegaconf import OmegaConf
 from torch.utils.data import DataLoader
 
+from lightning_rlhf.errors import InputError
 from lightning_rlhf.metrics.names import UnknownMetricError
 from lightning_rlhf.reporting import RLMLFlowLogger, RunRecord, send_spooled
 from lightning_rlhf.reporting.mlflow_delivery import with_table
@@ -994,3 +995,16 @@ def test_a_store_that_is_no_database_is_refused_in_a_line(tmp_path: Path) -> Non
         ValueError, match=r"^the MLflow store sqlite:///.*mlflow\.db cannot be opened: .*not a database$"
     ):
         RLMLFlowLogger(tmp_path / "run", store_dir=tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", '{"key": 1}'])
+def test_a_damaged_record_of_the_run_is_named(
+    make: Make, tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "run" / "tracking" / "run.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(content)
+    with pytest.raises(InputError, match=r"run.json cannot be read: [^\n]* a new run in MLflow"):
+        make(resume_from=tmp_path / "run")
+    end_as_failed(tmp_path / "run", "killed")
+    assert "not marked as failed" in caplog.text and file.read_text() == content
