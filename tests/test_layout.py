@@ -103,3 +103,10 @@ def test_files_and_functions_are_short() -> None:
                 if lines > 60:
                     long[f"{module}.{node.name}"] = lines
     assert not long
+
+
+def test_mutated_modules_and_their_tests_exist() -> None:
+    from benchmarks.mutants import TESTS
+
+    named = [PACKAGE / module for module in TESTS] + [ROOT / test for tests in TESTS.values() for test in tests]
+    assert not [str(path) for path in named if not path.exists()]
