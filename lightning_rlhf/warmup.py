@@ -26,6 +26,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from lightning_rlhf import __version__
+from lightning_rlhf.bounds import bounded
 from lightning_rlhf.data import Prompt, PromptDataModule
 from lightning_rlhf.data.prompts import refuse_unknown_characters
 from lightning_rlhf.data.sources import SOURCE_KEY
@@ -97,9 +98,9 @@ def warm_up(
     """
     if lr is None:
         raise ValueError(f"warmup.lr = None is not allowed: {RATE_WANTED}")
-    for name, value in (("steps", steps), ("batch_size", batch_size), ("lr", lr), ("target", target)):
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"warmup.{name} = {value!r} is not allowed: a number > 0")
+    bounded("warmup", above=0, whole=True, steps=steps, batch_size=batch_size)
+    bounded("warmup", above=0, lr=lr)
+    bounded("warmup", above=0, optional=True, target=target)
     shares = {answer_field: 1.0} if isinstance(answer_field, str) else dict(answer_field)
     if not shares or any(isinstance(s, bool) or not 0 < s < math.inf for s in shares.values()):
         allowed = "a column, or columns with shares > 0"

@@ -98,7 +98,7 @@ def parse_devices(devices: Any, there: int) -> list[int]:
     Raises:
         SettingError: it names no device, one twice, or one that does not exist.
     """
-    allowed = f"1 to {there} devices: a number, -1 or auto for all, '0,1' or a list of indices below {there}"
+    allowed = f"1 to {there} devices: a number, -1 or auto for all, or a list of indices below {there}"
     refused = SettingError("trainer.devices", devices, allowed)
     chosen: Any = devices
     if isinstance(devices, str):

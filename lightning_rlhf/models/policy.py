@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
+from lightning_rlhf.bounds import bounded
 from lightning_rlhf.models.actor import Actor, verify_head
 from lightning_rlhf.models.critic import SeparateCritic, SharedCritic
 from lightning_rlhf.models.loading import LoadedModel, assert_no_dropout, disable_dropout, isolated_rng
@@ -135,11 +136,9 @@ def _fresh_config(lm: PreTrainedModel, lora: Mapping[str, Any]) -> Any:
     from peft import LoraConfig
 
     r, targets = lora.get("r", 16), lora.get("target_modules", "all-linear")
+    bounded("model.policy.lora", at_least=1, whole=True, r=r)
     alpha = lora.get("alpha", 2 * r)
-    if not isinstance(r, int) or r < 1:
-        raise ValueError(f"model.policy.lora.r = {r!r} is not allowed: a whole number >= 1")
-    if not alpha > 0:
-        raise ValueError(f"model.policy.lora.alpha = {alpha!r} is not allowed: a number > 0")
+    bounded("model.policy.lora", above=0, alpha=alpha)
     if lora.get("dropout", 0.0) != 0:
         raise ValueError(
             f"model.policy.lora.dropout = {lora['dropout']!r} is not allowed: only 0, "

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_rlhf.accelerators.device import current, generators_kept
+from lightning_rlhf.bounds import bounded
 from lightning_rlhf.errors import SettingError
 from lightning_rlhf.experience import PromptBatch, Rollout
 from lightning_rlhf.rollout.assemble import Generated, assemble_rollout, row_seeds
@@ -113,14 +114,10 @@ class VLLMEngine(BaseEngine):
             refuse("weight_bits", f"one of {', '.join(map(str, WEIGHT_BITS))}, or null")
         if self.weight_bits is not None and self.quantization is not None:
             refuse("weight_bits", "null beside rollout.quantization: one rounding at a time")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            refuse("gpu_memory_utilization", "a number in (0, 1]")
-        if self.kv_cache_gib is not None and not self.kv_cache_gib > 0:
-            refuse("kv_cache_gib", "a number > 0, or null")
-        if self.max_model_len is not None and not self.max_model_len > 1:
-            refuse("max_model_len", "a whole number > 1, or null")
-        if self.tensor_parallel_size < 1:
-            refuse("tensor_parallel_size", "a whole number >= 1")
+        bounded("rollout", above=0, at_most=1, gpu_memory_utilization=self.gpu_memory_utilization)
+        bounded("rollout", above=0, optional=True, kv_cache_gib=self.kv_cache_gib)
+        bounded("rollout", above=1, whole=True, optional=True, max_model_len=self.max_model_len)
+        bounded("rollout", at_least=1, whole=True, tensor_parallel_size=self.tensor_parallel_size)
         if own := sorted(OWN_ARGUMENTS & self.engine_args.keys()):
             refuse("engine_args", f"{own[0]} is decided by the engine")
 

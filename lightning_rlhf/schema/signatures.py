@@ -13,10 +13,9 @@ PACKAGE = "lightning_rlhf"
 
 @dataclass(frozen=True)
 class Declared:
-    """Arguments as declared: names with annotations (``""`` if there is none), and the names without a default."""
+    """Arguments as declared: names with annotations (``""`` if there is none)."""
 
     annotations: dict[str, str]
-    required: frozenset[str]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -52,9 +51,7 @@ def _of_class(module: str, node: ast.ClassDef) -> Declared | None:
         fields = [s for s in node.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)]
         if node.bases:
             return None
-        named = {s.target.id: s for s in fields if isinstance(s.target, ast.Name)}
-        annotations = {name: ast.unparse(s.annotation) for name, s in named.items()}
-        return Declared(annotations, frozenset(name for name, s in named.items() if s.value is None))
+        return Declared({s.target.id: ast.unparse(s.annotation) for s in fields if isinstance(s.target, ast.Name)})
     return _of_base(module, node)
 
 
@@ -74,17 +71,14 @@ def _with_those_of_the_base(module: str, node: ast.ClassDef, arguments: ast.argu
     own = _arguments(alone, skip=1)
     if base is None or own is None:
         return None
-    return Declared(base.annotations | own.annotations, base.required | own.required)
+    return Declared(base.annotations | own.annotations)
 
 
 def _arguments(arguments: ast.arguments, skip: int) -> Declared | None:
     if arguments.kwarg is not None or arguments.vararg is not None or arguments.posonlyargs:
         return None
-    required = set(arguments.args[: len(arguments.args) - len(arguments.defaults)])
-    required |= {a for a, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if value is None}
     taken = [*arguments.args[skip:], *arguments.kwonlyargs]
-    annotations = {a.arg: ast.unparse(a.annotation) if a.annotation else "" for a in taken}
-    return Declared(annotations, frozenset(a.arg for a in taken if a in required))
+    return Declared({a.arg: ast.unparse(a.annotation) if a.annotation else "" for a in taken})
 
 
 def _definition(module: str, name: str) -> tuple[str, ast.ClassDef | ast.FunctionDef] | None:

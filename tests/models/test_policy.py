@@ -179,7 +179,7 @@ def test_adapters_stay_in_float32_on_a_model_in_low_precision() -> None:
         ({"rank": 2}, r"policy\.lora = 'rank' is not allowed: one of r, alpha"),
         ({"r": 0}, r"policy\.lora\.r = 0 is not allowed: a whole number >= 1"),
         ({"r": 2.5}, r"policy\.lora\.r = 2\.5 is not allowed"),
-        ({"alpha": -1}, r"policy\.lora\.alpha = -1 is not allowed: a number > 0"),
+        ({"alpha": -1}, r"policy\.lora\.alpha = -1 is not allowed: a finite number > 0"),
         ({"dropout": 0.1}, r"policy\.lora\.dropout = 0\.1 is not allowed: only 0"),
         ({"target_modules": ["query"]}, r"does not fit LlamaForCausalLM.*query"),
         ({"target_modules": ["lm_head"]}, r"adapts lm_head \(Linear\): only linear layers below"),
