@@ -10,7 +10,7 @@ from lightning import LightningModule, Trainer
 
 from lightning_rlhf.callbacks.base import RLHFCallback, needs_reference
 from lightning_rlhf.callbacks.checks import bounded, check_range
-from lightning_rlhf.callbacks.controllers import LogPID, own_within
+from lightning_rlhf.callbacks.controllers import LogPID, may_act, own_within
 from lightning_rlhf.control import Control
 from lightning_rlhf.events import ExperienceStats, UpdateStats
 from lightning_rlhf.experience import Experience
@@ -105,7 +105,7 @@ class AdaptiveKL(RLHFCallback):
 
     def _doubling(self, beta: float) -> float:
         self.since_change += 1
-        if self.since_change < 1.0 / (1.0 - self.smoothing):
+        if not may_act(self.since_change, self.smoothing):
             return beta
         average = self._average()
         factor = 2.0 if average > 1.5 * self.target else 0.5 if average < self.target / 1.5 else 1.0

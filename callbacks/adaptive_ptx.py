@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_rlhf.bounds import is_number
 from lightning_rlhf.callbacks.base import RLHFCallback
 from lightning_rlhf.callbacks.checks import bounded, check_range
-from lightning_rlhf.callbacks.controllers import LogPID, own_within
+from lightning_rlhf.callbacks.controllers import LogPID, may_act, own_within
 from lightning_rlhf.callbacks.efficiency_stop import change, mean
 from lightning_rlhf.checkpoint.random_state import random_state_kept
 from lightning_rlhf.distributed.processes import gather_objects, together
@@ -161,7 +161,7 @@ class AdaptivePTX(RLHFCallback):
 
     def _doubling(self, gamma: float, capability: float) -> float:
         self.since_change += 1
-        if self.since_change < 1.0 / (1.0 - self.smoothing):
+        if not may_act(self.since_change, self.smoothing):
             return gamma
         stable = min(self.kept, capability) >= self.tolerance
         factor = 2.0 if self.kept < self.tolerance else 0.5 if stable and self.stalled else 1.0

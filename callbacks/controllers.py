@@ -59,7 +59,7 @@ class LogPID:
         self.error = error
         base = self.origin + self.kp * error + self.kd * slope
         # A new policy has a reading of 0 whatever the coefficient: while it rises, there is no effect to see.
-        rising = past is None or average > (1 + RISING) * past
+        rising = past is None or average - past > RISING * abs(past)
         if error >= 0 or not rising:
             self.integral = self._integrate(base, error)
         return math.exp(min(base + self.ki * self.integral, math.log(self.maximum)))
@@ -79,6 +79,11 @@ class LogPID:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.origin, self.integral, self.error = state["origin"], state["integral"], state["error"]
+
+
+def may_act(since_change: int, smoothing: float) -> bool:
+    """Whether a moving average begun at the last change has seen a full window of ``1 / (1 - smoothing)`` readings."""
+    return since_change * (1.0 - smoothing) > 1.0 - 1e-9  # 5 * (1 - 0.8) is a little under 1
 
 
 def own_within(

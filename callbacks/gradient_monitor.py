@@ -47,6 +47,8 @@ class GradientMonitor(RLHFCallback):
         self._warned: set[tuple[str, str]] = set()
 
     def on_minibatch_end(self, trainer: Trainer, module: ActorCriticModule, stats: MinibatchStats) -> None:
+        if not stats.tokens and not stats.stepped:
+            return  # rejected as a whole: there was no gradient
         if not stats.finite:
             self.nonfinite += 1
             if self.nonfinite >= self.max_nonfinite:

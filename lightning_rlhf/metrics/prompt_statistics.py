@@ -15,7 +15,9 @@ KL_FLOOR = 0.01
 """Smallest scale of the KL, nats per token: differences of a few hundredths harm no run, however certain."""
 
 MEASURES = ("reward", "spread", "kl")
-FIELDS = ("samples", "score", "score_centre", "squares", "kl", "kl_centre")
+FIELDS = ("samples", "relative", "centre", "squares", "distance")
+"""What is kept of a visit; ``relative`` is the score less the iteration's median, ``centre`` (a difference of two large
+scores kept as float32 would be lost), ``distance`` the same for the KL."""
 
 
 class Visit(NamedTuple):
@@ -58,7 +60,7 @@ class PromptStatistics:
     over the data takes long, most prompts are not among the last iterations at all. The policy changes between visits,
     so scores and KLs count relative to the median prompt of their iteration.
 
-    One prompt takes ``24 * window + 48`` bytes in tensors and its key, whatever its texts.
+    One prompt takes ``20 * window + 48`` bytes in tensors and its key, whatever its texts.
 
     Args:
         window: visits that are kept.
@@ -91,11 +93,10 @@ class PromptStatistics:
         measured = kls[kls.isfinite()]
         numbers = {
             "samples": torch.tensor([float(visit.samples) for visit in visits], dtype=torch.float64),
-            "score": scores,
-            "score_centre": torch.full_like(scores, median(scores)),
+            "relative": scores - median(scores),
+            "centre": torch.full_like(scores, median(scores)),
             "squares": torch.tensor([visit.squares for visit in visits], dtype=torch.float64),
-            "kl": kls.where(kls.isfinite(), torch.nan),
-            "kl_centre": torch.full_like(kls, median(measured) if len(measured) else torch.nan),
+            "distance": kls.where(kls.isfinite(), torch.nan) - (median(measured) if len(measured) else torch.nan),
         }
         column = self.visits[rows] % self.window
         for field, name in enumerate(FIELDS):
@@ -141,12 +142,11 @@ class PromptStatistics:
 
 def _numbers(rings: Tensor) -> Tensor:
     """``[P, 5]`` float64 from ring buffers: samples, mean score, and the numbers of :data:`MEASURES`."""
-    samples, score, score_centre, squares, kl, kl_centre = rings.double().unbind(1)
-    relative = (score - score_centre).where(samples > 0, torch.nan)
-    distance = (kl - kl_centre).where(samples > 0, torch.nan)
+    samples, relative, centre, squares, distance = rings.double().unbind(1)
+    relative, distance = (values.where(samples > 0, torch.nan) for values in (relative, distance))
     columns = [
         samples.sum(-1),
-        _weighted_mean(score, samples),
+        _weighted_mean(centre + relative, samples),
         _weighted_mean(relative, samples * ~_farthest(relative)),
         _inner_spread(samples, relative, squares),
         _weighted_mean(distance, samples * ~_farthest(distance)),

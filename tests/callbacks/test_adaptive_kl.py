@@ -121,6 +121,25 @@ def test_doubling_acts_once_per_reading_and_stays_in_its_bounds() -> None:
     assert beta == 0.5
 
 
+@pytest.mark.parametrize(("smoothing", "wait"), [(0.0, 1), (0.5, 2), (0.8, 5), (0.9, 10), (0.99, 100)])
+def test_doubling_waits_for_a_full_window(smoothing: float, wait: int) -> None:
+    """1 / (1 - 0.8) is a little over 5 in floating point."""
+    controller = AdaptiveKL(0.01, mode="doubling", smoothing=smoothing, minimum=1e-6, maximum=1e6)
+    betas = [1.0]
+    for _ in range(2 * wait):
+        betas.append(controller.next_coefficient(betas[-1], 1.0, 64))
+    assert [i for i in range(1, len(betas)) if betas[i] != betas[i - 1]] == [wait, 2 * wait]
+
+
+@pytest.mark.parametrize("reading", [1e-4, 0.0, -1e-4, -1e-2])
+def test_a_reading_that_stays_far_too_low_lowers_the_coefficient_to_its_bound(reading: float) -> None:
+    """Also one below 0, of which a share more is less."""
+    controller, beta = AdaptiveKL(TARGET), 0.1
+    for _ in range(300):
+        beta = controller.next_coefficient(beta, reading, 64)
+    assert beta == pytest.approx(controller.minimum)
+
+
 @pytest.mark.parametrize(("kl", "expected"), [(12.0, 0.100512), (3.0, 0.099488), (6.6, 0.100256), (6.0, 0.1)])
 def test_the_proportional_controller_by_hand(kl: float, expected: float) -> None:
     controller = AdaptiveKL(6.0, mode="proportional", horizon=10_000)

@@ -47,6 +47,15 @@ def with_scores(callback: AdaptivePTX, *scores: float) -> AdaptivePTX:
 # --- the controllers -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("capability", [0.9999, 1.0, 1.0001, 1.02])
+def test_pid_lowers_gamma_to_its_bound_where_nothing_is_lost(capability: float) -> None:
+    """Also where capability is above its baseline, and the loss of it below 0."""
+    callback, gamma = AdaptivePTX(mode="pid"), 0.05
+    for _ in range(300):
+        gamma = callback.next_coefficient(gamma, capability)
+    assert gamma == pytest.approx(callback.minimum)
+
+
 def test_doubling_by_hand() -> None:
     """Smoothing 0.5 waits for two probes: sqrt(0.9 x 1) is below 0.97, and so is 0.9 after an average of it with 1."""
     callback = AdaptivePTX(tolerance=0.97, smoothing=0.5, maximum=0.3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,14 @@ def test_averages_are_exponential_and_unbiased_from_the_first_step() -> None:
     restored = GradientMonitor(decay=0.5)
     restored.load_state_dict(monitor.state_dict())
     assert restored.state_dict() == monitor.state_dict()
+
+
+def test_a_minibatch_rejected_as_a_whole_is_no_step_and_resets_nothing() -> None:
+    monitor, module = GradientMonitor(decay=0.5, max_nonfinite=2), Told()
+    empty = replace(minibatch_stats(0.0), tokens=0.0, stepped=False)
+    for stats in (minibatch_stats(4.0), empty, minibatch_stats(finite=False), empty):
+        monitor.on_minibatch_end(None, module, stats)  # type: ignore[arg-type]
+    assert monitor.norms == {"actor": 4.0} and monitor.nonfinite == 1
 
 
 def test_gradients_that_stay_broken_end_the_run_and_a_good_one_resets() -> None:

@@ -105,8 +105,22 @@ def test_ten_thousand_prompts_take_a_few_megabytes() -> None:
         statistics.add([Visit(f"{i:016x}", 4, 0.5, 0.1, 0.01) for i in range(10_000)])
     state = statistics.state_dict()
     tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
-    assert sum(value.numel() * value.element_size() for value in tensors) == 10_000 * 288
+    assert sum(value.numel() * value.element_size() for value in tensors) == 10_000 * 248
     assert len(state["keys"]) == 10_000 and not state["rings"].isnan().any()
+
+
+@pytest.mark.parametrize("offset", [1e4, 1e6, 1e7])
+def test_a_constant_added_to_all_scores_changes_no_z(offset: float) -> None:
+    """Kept as float32, scores of 1e7 lose what prompts differ by; their differences from the median do not."""
+    draw = torch.randn(10, 60, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    z = {}
+    for constant in (0.0, offset):
+        statistics = PromptStatistics(window=10)
+        for scores in draw + constant:
+            statistics.add([visit(str(i), row.tolist()) for i, row in enumerate(scores)])
+        z[constant] = statistics.standing(min_visits=3).z
+    for name in ("reward", "spread"):
+        torch.testing.assert_close(z[offset][name], z[0.0][name], atol=1e-5, rtol=0)
 
 
 def history(window: int, visits: int) -> PromptStatistics:
