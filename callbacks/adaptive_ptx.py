@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -253,13 +254,23 @@ class AdaptivePTX(RLHFCallback):
 
     def state_dict(self) -> dict[str, Any]:
         names = ("baseline", "average", "since_change", "scores", "start")
-        return {name: getattr(self, name) for name in names} | {"pid": self.pid.state_dict()}
+        own = {name: getattr(self, name) for name in names}
+        return own | {"pid": self.pid.state_dict(), "text": _fingerprint(self._held_out)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.pid.load_state_dict(state_dict["pid"])
         self.baseline, self.scores = dict(state_dict["baseline"]), list(state_dict["scores"])
         self.average, self.since_change = state_dict["average"], state_dict["since_change"]
         self.start = state_dict["start"]
+        if PERPLEXITY in self.baseline and state_dict["text"] != _fingerprint(self._held_out):
+            del self.baseline[PERPLEXITY]
+            self.average = None
+            rank_zero_warn(f"the held-out text of {BLOCK} is another one than before: its baseline is measured again")
+
+
+def _fingerprint(blocks: Tensor | None) -> str | None:
+    """Identifies the blocks of a text."""
+    return None if blocks is None else hashlib.sha256(blocks.cpu().numpy().tobytes()).hexdigest()[:16]
 
 
 def _checked(benchmarks: Mapping[str, Benchmark] | None) -> dict[str, Benchmark]:

@@ -50,7 +50,8 @@ class Calibrate(RLHFCallback):
         bounded("calibrate", above=0, optional=True, limit=limit)
         self.prompts, self.tokens, self.every, self.limit = prompts, tokens, every, limit
         self._first = True
-        self._said = 0.0  # the largest gap that a line of this process has told
+        self.largest = 0.0
+        """The largest mean gap that a line has told at a scheduled probe."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: ActorCriticModule) -> None:  # type: ignore[override]
         self._first = True
@@ -65,24 +66,32 @@ class Calibrate(RLHFCallback):
             for name, value in numbers.items():
                 module.control.report(name, value)
         if numbers:  # empty: no token was generated, and the next iteration probes again
-            self._say(numbers, module)
+            self._say(numbers, module, scheduled)
             self._judge(numbers, module)
             self._first = False
 
-    def _say(self, numbers: dict[str, float], module: ActorCriticModule) -> None:
+    def _say(self, numbers: dict[str, float], module: ActorCriticModule, scheduled: bool) -> None:
         """One line at the first probe, and whenever the mean gap is over twice the largest told so far."""
         gap = numbers["calibrate/logprob_abs_diff_mean"]
-        if self._first or gap > 2 * self._said:
+        grown = gap > 2 * self.largest
+        if self._first or grown:
             log.info(
                 "calibrate, iteration %d (%s): engine and trainer differ by\n"
                 "  %.2g nats per token at equal weights (largest %.2g; k3 %.2g)",
                 module.control.iteration,
-                "first probe" if self._first else "largest gap so far",
+                "first probe" if self.largest == 0 or not grown else "largest gap so far",
                 gap,
                 numbers["calibrate/logprob_abs_diff_max"],
                 numbers["calibrate/k3_kl"],
             )
-            self._said = max(self._said, gap)
+        if scheduled and grown:  # the probe at the start of a resumed run leaves the state as it would be without
+            self.largest = gap
+
+    def state_dict(self) -> dict[str, float]:
+        return {"largest": self.largest}
+
+    def load_state_dict(self, state_dict: dict[str, float]) -> None:
+        self.largest = state_dict["largest"]
 
     def _judge(self, numbers: dict[str, float], module: ActorCriticModule) -> None:
         sampling = module.engine.sampling

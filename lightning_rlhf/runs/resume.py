@@ -39,6 +39,8 @@ SAME_NUMBERS = (
     "threads",
     "logger",
     "logger.*",
+    "callbacks.calibrate",
+    "callbacks.calibrate.*",
     "callbacks.checkpoint",
     "callbacks.checkpoint.*",
     "callbacks.samples_table",

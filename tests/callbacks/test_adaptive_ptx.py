@@ -184,6 +184,18 @@ def test_a_resumed_run_equals_the_whole_one(tmp_path: Path, mode: Any) -> None:
     assert callback.baseline["benchmark/falling"] == 1.0 and callback.benchmarks["falling"].calls == [3, 4]
 
 
+def test_another_held_out_text_gets_a_baseline_of_its_own() -> None:
+    first, second = AdaptivePTX(), AdaptivePTX()
+    first._held_out, second._held_out = torch.tensor([[1, 2]]), torch.tensor([[1, 3]])
+    first.baseline, first.average = {"held_out_perplexity": 17.1, "benchmark/own": 0.5}, 0.2
+    with pytest.warns(UserWarning, match="its baseline is measured again"):
+        second.load_state_dict(first.state_dict())
+    assert second.baseline == {"benchmark/own": 0.5} and second.average is None
+    second._held_out = first._held_out.clone()
+    second.load_state_dict(first.state_dict())
+    assert second.baseline == first.baseline and second.average == 0.2
+
+
 def test_a_text_of_its_own_takes_the_place_of_the_held_out_blocks(tmp_path: Path) -> None:
     (tmp_path / "other.txt").write_text("12+34=46 " * 20)
     module = ptx_module(iterations=1, ptx=PTX | {"held_out": 0})

@@ -100,6 +100,19 @@ def test_the_gap_is_said_at_the_first_probe_and_when_it_is_larger_than_twice_the
     ]
 
 
+def test_the_largest_gap_is_kept_and_a_probe_that_is_not_scheduled_leaves_it(caplog) -> None:
+    callback = Calibrate(every=20)
+    callback.load_state_dict({"largest": 1e-3})
+    module = cast(Any, SimpleNamespace(control=Control()))
+    module.control.begin_iteration(3)
+    numbers = {f"calibrate/{name}": 5e-3 for name in ("logprob_abs_diff_mean", "logprob_abs_diff_max", "k3_kl")}
+    with caplog.at_level("INFO"):
+        callback._say(numbers, module, scheduled=False)
+    assert "iteration 3 (largest gap so far)" in caplog.text and callback.state_dict() == {"largest": 1e-3}
+    callback._say(numbers, module, scheduled=True)
+    assert callback.state_dict() == {"largest": 5e-3}
+
+
 def test_pearson_against_torch() -> None:
     x, y = torch.rand(2, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     every = torch.ones(50, dtype=torch.bool)

@@ -8,7 +8,9 @@ import re
 import shutil
 import sys
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -34,6 +36,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_run: list[str]):
     return _run
 
 
+def without_times(file: Path) -> str:
+    return re.sub(r"(?m)^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", "", file.read_text(encoding="utf-8"))
+
+
 def test_without_a_terminal_there_is_a_plain_line_every_few_iterations(run, capsys):
     assert run("progress_every=3") == 0
     out = capsys.readouterr().out
@@ -42,7 +48,7 @@ def test_without_a_terminal_there_is_a_plain_line_every_few_iterations(run, caps
     assert said[-1].endswith("0:00 left")
     assert "\r" not in out and "Epoch" not in out and "v_num" not in out
     assert out.count("evaluating the held-out prompts\n") == 2, "before training and after it"
-    log = Path("run", FILE).read_text(encoding="utf-8")
+    log = without_times(Path("run", FILE))
     assert log == out, "all that is said is in the folder, once"
     assert "held-out exact match:" in log and f"output folder: {Path.cwd()}/run" in log
 
@@ -79,7 +85,7 @@ def test_in_a_terminal_one_line_of_its_width_is_drawn_again(run, tmp_path, monke
     assert "Epoch" not in text and "v_num" not in text
     stops = [line for line in text.splitlines() if "stop_epochs" in line]
     assert stops and all(re.search(r"(^|\x1b\[K)iteration \d+: stop", line) for line in stops), "on lines of their own"
-    log = (tmp_path / "run" / FILE).read_text(encoding="utf-8")
+    log = without_times(tmp_path / "run" / FILE)
     assert [LINE.fullmatch(line)[1] for line in log.splitlines() if LINE.match(line)] == ["1", "3", "6", "7"]
     assert "\x1b" not in log
 
@@ -132,6 +138,16 @@ def test_durations(seconds, shown):
     assert duration(seconds) == shown
 
 
+def test_a_reward_that_never_varies_is_said_once(capsys):
+    lines = ProgressLines(12, None, terminal=False)
+    for iteration, spread in enumerate((0.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0, 0.0), start=1):
+        numbers = {"clock/iteration": iteration, "reward/mean": 0.25, "reward/std": spread}
+        lines.on_train_batch_end(SimpleNamespace(is_global_zero=True, callback_metrics=numbers), None, None, None, 0)
+    assert (
+        capsys.readouterr().out.count("note: iterations 4 to 6: every score was 0.25, so nothing can be learned") == 1
+    )
+
+
 def test_a_wrong_interval_is_refused():
     with pytest.raises(ValueError, match="progress_every = 0"):
         ProgressLines(3, 0)
@@ -143,7 +159,9 @@ def test_train_log_keeps_what_is_said_and_what_is_logged(tmp_path, capsys):
         note("noted")
         logging.getLogger("a.callback").warning("logged")
     say("afterwards")
-    assert (tmp_path / "run" / FILE).read_text(encoding="utf-8") == "said\nnoted\nlogged\n"
+    lines = (tmp_path / "run" / FILE).read_text(encoding="utf-8").splitlines()
+    assert [line[20:] for line in lines] == ["said", "noted", "logged"]
+    assert all(time.strptime(line[:19], "%Y-%m-%d %H:%M:%S") for line in lines)
     assert capsys.readouterr().out == "said\nafterwards\n"
 
 

@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from lightning_rlhf import schema
 from lightning_rlhf.callbacks import SamplesTable
@@ -16,6 +22,7 @@ from lightning_rlhf.checkpoint import IterationCheckpoint, RNGState
 from lightning_rlhf.errors import ConfigError, SettingError
 from lightning_rlhf.experience import Safety
 from lightning_rlhf.models import build_tiny
+from lightning_rlhf.rewards import RewardError
 from lightning_rlhf.rewards.safety import SafetyFilter
 from lightning_rlhf.rollout import HFEngine
 from tests.ranks import run_ranks
@@ -85,6 +92,17 @@ def test_the_classifier_reads_what_words_let_pass_and_every_window_of_it(toxic: 
     torch.testing.assert_close(together, alone)
     by_number = filter_of(classifier={"path": toxic, "label": "1", "max_tokens": 8}).classifier
     assert by_number is not None and torch.equal(by_number.probabilities(["171"]), together[:1])
+
+
+def test_a_classifier_that_answers_nan_is_an_error(toxic: str, tmp_path: Path) -> None:
+    """NaN is over no threshold, so everything would pass."""
+    broken = BertForSequenceClassification.from_pretrained(toxic)
+    torch.nn.init.constant_(broken.classifier.weight, math.nan)
+    broken.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(toxic).save_pretrained(tmp_path)
+    judged = filter_of(classifier={"path": str(tmp_path), "label": "toxic"})
+    with pytest.raises(RewardError, match=r"module\.safety\.classifier: .* gives nan in place of .* for '171'"):
+        judged.unsafe(["171"])
 
 
 def test_the_threshold_decides(toxic: str) -> None:
