@@ -30,6 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lightning_rlhf.schema import InputError, flatten, get
 from lightning_rlhf.schema.searchpath import register
 from lightning_rlhf.schema.spelling import hint
+from lightning_rlhf.schema.verl import adopt
 
 OF_ONE_START = ("resume", "branch", "resume_on_other_data", "output_dir")
 """Keys that concern one command only; later starts do not inherit them."""
@@ -241,7 +242,8 @@ def recomposed(saved: Mapping[str, Any], own: Composition, new: Composition) -> 
     groups = after.hydra.runtime.choices
     values = [o.key_or_group for o in parse(new.overrides) if o.key_or_group not in groups]
     config = apply_difference(saved, resolved(before), resolved(after), values)
-    return with_values(config, direct), replace(both, overrides=(*both.overrides, *direct))
+    config = adopt(with_values(config, direct))[0]  # an override of a pasted veRL block changes our key
+    return config, replace(both, overrides=(*both.overrides, *direct))
 
 
 def apply_difference(

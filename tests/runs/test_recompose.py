@@ -10,6 +10,7 @@ import pytest
 from lightning_rlhf.runs.recompose import Composition, apply_difference, compose, merged, recomposed, resolved
 from lightning_rlhf.runs.resume import MISSING, differences, in_short, keeps_numbers
 from lightning_rlhf.schema import InputError
+from lightning_rlhf.schema.verl import adopt
 
 TYPED = (
     "data=jsonl",
@@ -53,6 +54,16 @@ def test_only_what_the_overrides_change(saved: dict, own: Composition, new: list
     config, _ = recomposed(saved, own, Composition(tuple(new)))
     found = in_short(dict(differences(saved, config)))
     assert {key: (then, None if now is MISSING else now) for key, (then, now) in found} == expected
+
+
+def test_an_override_of_a_pasted_verl_block_changes_our_key() -> None:
+    pasted = Composition(("+algorithm.rollout_correction={rollout_is: token, rollout_is_threshold: 3.0}",))
+    saved = adopt(resolved(compose(pasted, "/runs/1")))[0]
+    new = Composition(("algorithm.rollout_correction.rollout_is_threshold=5.0",))
+    config, _ = recomposed(saved, pasted, new)
+    changes = dict(differences(saved, config))
+    assert changes == {"module.rollout_correction.rollout_is_threshold": (3.0, 5.0)}
+    assert config["module"]["rollout_correction"]["rollout_is"] == "token"
 
 
 def test_an_option_of_a_group_brings_its_values_and_takes_those_of_the_former(saved: dict, own: Composition) -> None:
