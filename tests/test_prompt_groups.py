@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import noisy_group
 from lightning_rlhf import schema
 from lightning_rlhf.assembly import assemble
 from lightning_rlhf.callbacks import RLHFCallback
@@ -19,9 +19,8 @@ from lightning_rlhf.experience import Experience, MiniBatch, split_by_tokens
 from lightning_rlhf.functional.losses import LossScale
 from lightning_rlhf.metrics.batch import MetricBatch
 from lightning_rlhf.module import ActorCriticModule
-from lightning_rlhf.rewards import RewardBatch
 from tests.ranks import run_ranks
-from tests.support import Recorder, even_digits, fit, resume_equals_whole, same, tiny_module, tiny_policy, weights
+from tests.support import Recorder, fit, resume_equals_whole, same, tiny_module, tiny_policy, weights
 
 LEVELS = ["easy", "hard", "hard", "easy", "easy", "hard", "odd one", "easy"]
 ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i), "level": level} for i, level in enumerate(LEVELS)]
@@ -302,39 +301,11 @@ def test_a_module_with_weights_and_a_data_module_without_groups_are_refused() ->
 # --- a noisy group -------------------------------------------------------------------------------------------------
 
 
-def noisy(seed: int) -> Callable[[RewardBatch], list[float]]:
-    """The share of even digits; for hard prompts, noise of standard deviation 10."""
-    draws = random.Random(seed)
-
-    def score(batch: RewardBatch) -> list[float]:
-        scores = zip(even_digits(batch), batch.rows, strict=True)
-        return [draws.gauss(0, 10) if row["level"] == "hard" else score for score, row in scores]
-
-    return score
-
-
-def learned(normalise: str, iterations: int) -> tuple[float, dict[str, float]]:
-    """Mean reward of the easy prompts over the last three iterations, and the last metrics."""
-    sums = [(a, b) for a in range(16) for b in range(16)]
-    rows = [{"prompt": f"{a}+{b}=", "level": "easy" if (a + b) % 2 else "hard"} for a, b in sums]
-    blocks: dict[str, Any] = {"update": {"epochs": 2, "minibatch_size": 64}, "actor": {"lr": 3e-3}, **BATCH}
-    module = tiny_module(
-        iterations=iterations, reward=noisy(1), groups={"normalise": normalise}, kl={"coefficient": 0.0}, **blocks
-    )
-    recorder = Recorder()
-    trainer = fit(module, [recorder], data=data(module, rows, prompts_per_iteration=64))
-    last = [
-        e.require("scores")[[i for i, of in enumerate(e.prompt_group) if of == "easy"]].mean()
-        for e in experiences(recorder)[-3:]
-    ]
-    return float(sum(last)) / 3, {name: float(value) for name, value in trainer.callback_metrics.items()}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("normalise", ["rewards", "advantages"])
 def test_a_noisy_group_drowns_another_unless_each_is_normalised_by_itself(normalise: str) -> None:
-    drowned, before = learned("none", 20)
-    kept, after = learned(normalise, 20)
-    assert drowned < 0.6 and kept > 0.85
-    assert before["group/easy/advantage_abs_mean"] < 0.4 * before["group/hard/advantage_abs_mean"]
-    assert after["group/easy/advantage_abs_mean"] > 0.4 * after["group/hard/advantage_abs_mean"]
+    """Scores between 0 and 1 beside noise of standard deviation 10."""
+    drowned, kept = noisy_group.train("none", 1, 20), noisy_group.train(normalise, 1, 20)
+    assert drowned.reached < 0.6 and kept.reached > 0.85
+    (easy, hard), (own_easy, own_hard) = drowned.signals[0], kept.signals[0]
+    assert easy < 0.4 * hard and own_easy > 0.6 * own_hard

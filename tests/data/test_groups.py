@@ -66,8 +66,8 @@ def test_any_column_of_the_arithmetic_task_works(column: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [("a b", "a b"), (3, "3"), (3.0, "3"), (0.5, "0.5"), (True, "true"), (False, "false"), (-2, "-2"), (1e22, "1" + 22 * "0")],
-)  # fmt: skip
+    [("a b", "a b"), (3, "3"), (3.0, "3"), (0.5, "0.5"), (True, "true"), (False, "false"), (-2, "-2")],
+)
 def test_scalars_are_turned_to_text(value: Any, text: str) -> None:
     assert scalar_text(value) == text
 
@@ -134,7 +134,7 @@ def test_held_out_rows_without_the_column_have_no_group_and_it_is_said(caplog: p
     with caplog.at_level(logging.WARNING):
         assert [prompt.group for prompt in given.validation_prompts] == [None]
     assert "data.validation: no row has data.group_column = 'level'; no eval/group/* is measured" in caplog.text
-    with pytest.raises(DataError, match="data.validation: .*the row has no such column"):
+    with pytest.raises(DataError, match=r"data\.validation: .*the row has no such column"):
         data(validation=[{"prompt": "9+9="}, {"prompt": "8+8=", "level": "easy"}]).setup("fit")
 
 

@@ -51,7 +51,7 @@ def experience(**fields: Any) -> Experience:
         final_values=torch.zeros(count, dtype=F64),
         loss_mask=mask.clone(),
     )
-    made.loss_mask[REJECTED] = False
+    made.require("loss_mask")[REJECTED] = False
     for name, value in fields.items():
         setattr(made, name, value)
     return made
@@ -319,8 +319,10 @@ def test_settings_for_groups_without_groups_are_refused(block: dict[str, Any]) -
             "module.advantage.whiten=true with gae or reinforce_plus_plus",
         ),
         (
-            ["data.group_column=answer", "module.groups.normalise=advantages", "model.policy.critic=none"]
-            + ["module.advantage.estimator=grpo", "rollout.samples=2"],
+            [
+                *("data.group_column=answer", "module.groups.normalise=advantages", "model.policy.critic=none"),
+                *("module.advantage.estimator=grpo", "rollout.samples=2"),
+            ],
             "module.advantage.whiten=true with gae or reinforce_plus_plus",
         ),
     ],
