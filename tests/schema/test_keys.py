@@ -89,7 +89,10 @@ RUN: dict[str, Change | str] = {
     "module.reward_processing.normalise": "batch",
     "module.reward_processing.clip": "0.1",
     "module.groups.weights": ("{9: 0.1}", GROUPS),
-    "module.groups.normalise": ("rewards", [*GROUPS, "module.reward_processing.normalise=batch"]),
+    "module.groups.normalise": (
+        "rewards",
+        [*GROUPS, "module.groups.min_samples=2", "module.reward_processing.normalise=batch"],
+    ),
     "module.groups.min_samples": (
         "2",
         [*GROUPS, "module.groups.normalise=rewards", "module.reward_processing.normalise=batch"],
