@@ -84,7 +84,7 @@ def train(normalise: str, seed: int, iterations: int) -> Curves:
     )
     sums = [(a, b) for a in range(16) for b in range(16)]
     rows = [{"prompt": f"{a}+{b}=", "level": "easy" if (a + b) % 2 else "hard"} for a, b in sums]
-    sizes = {"prompts_per_iteration": 64, "iterations": iterations, "seed": seed}
+    sizes: dict[str, Any] = {"prompts_per_iteration": 64, "iterations": iterations, "seed": seed}
     data = PromptDataModule(rows, tokenizer=loaded.tokenizer, group_column="level", **sizes)
     curves = Curves()
     trainer = Trainer(
