@@ -234,15 +234,17 @@ def test_a_checkpoint_without_groups_is_resumed_with_them(tmp_path: Path) -> Non
     assert longer.control.iteration == 3 and counts == {"easy": 8.0, "hard": 6.0, "odd one": 2.0}
 
 
-SORTED = sorted(ROWS, key=lambda row: row["level"])
-"""The first half, of rank 0, is all easy; nothing of rank 1 is."""
+HALVES = [
+    row | {"level": level} for row, level in zip(ROWS, ["easy"] * 3 + ["hard"] * 3 + ["odd one"] * 2, strict=True)
+]
+"""The first half is that of rank 0. Each rank lacks a group; of ``hard``, rank 0 has 2 of 6 sequences."""
 
 
 def trained(rank: int, devices: int, settings: dict[str, Any]) -> dict[str, Any]:
     module, recorder = tiny_module(iterations=2, **settings), Recorder()
     options: dict[str, Any] = {"strategy": "ddp", "devices": 2} if devices == 2 else {}
     held_out = [{"prompt": f"1{i}+1=", "level": "easy" if i % 2 else "hard"} for i in range(3)]
-    given = data(module, SORTED, validation=held_out, shuffle=False)
+    given = data(module, HALVES, validation=held_out, shuffle=False)
     trainer = fit(module, [recorder], data=given, limit_val_batches=None, **options)
     return {
         "weights": weights(module),
@@ -255,15 +257,16 @@ def trained(rank: int, devices: int, settings: dict[str, Any]) -> dict[str, Any]
 @pytest.mark.parametrize(
     "settings",
     [
-        {"groups": {"normalise": "rewards", "weights": {"hard": 0.5}, "min_samples": 2}, **RUNNING},
-        {"groups": {"normalise": "advantages", "min_samples": 2}},
+        {"groups": {"normalise": "rewards", "weights": {"hard": 0.5}, "min_samples": 3}, **BATCH},
+        {"groups": {"normalise": "rewards", "weights": {"hard": 0.5}, "min_samples": 3}, **RUNNING},
+        {"groups": {"normalise": "advantages", "min_samples": 3}},
     ],
-    ids=["rewards, running", "advantages"],
+    ids=["rewards, batch", "rewards, running", "advantages"],
 )
 def test_two_ranks_with_different_groups_are_one_run(tmp_path: Path, settings: dict[str, Any]) -> None:
     """Groups that a rank lacks take part; numbers, moments and weights are those of one process."""
     first, second = run_ranks(trained, 2, settings, folder=tmp_path)
-    assert first["groups"] == {"easy"} and second["groups"] == {"hard", "odd one"}
+    assert first["groups"] == {"easy", "hard"} and second["groups"] == {"hard", "odd one"}
     assert first["numbers"] == second["numbers"] and first["state"] == second["state"]
     assert same(first["weights"], second["weights"])
     alone = trained(0, 1, settings)
