@@ -25,6 +25,8 @@ from lightning_rlhf.checkpoint import CheckpointError, RNGState, latest_valid, v
 from lightning_rlhf.checkpoint.files import is_sharded
 from lightning_rlhf.checkpoint.shards import read_checkpoint
 from lightning_rlhf.data import PromptDataModule, check_room
+from lightning_rlhf.data.groups import GroupNames
+from lightning_rlhf.metrics.groups import PromptGroups
 from lightning_rlhf.models import LoadedModel, load_pretrained, load_tokenizer
 from lightning_rlhf.module import ActorCriticModule
 from lightning_rlhf.quiet import quiet_loading
@@ -33,6 +35,7 @@ from lightning_rlhf.reporting.progress import ProgressLines
 from lightning_rlhf.rollout import RolloutEngine
 from lightning_rlhf.runs.folder import kept_elsewhere
 from lightning_rlhf.schema import NOT_HANDED_OVER, InputError
+from lightning_rlhf.schema.batch_sizes import settings_of
 from lightning_rlhf.schema.locate import locate
 from lightning_rlhf.warmup import WarmUp
 
@@ -70,6 +73,8 @@ def assemble(config: dict[str, Any], *, warm_up: bool = True) -> Parts:
     with building("data"):
         datamodule = make(config["data"], tokenizer=tokenizer, iterations=iterations, seed=seed)
         datamodule.setup("fit")
+    with building("module"):
+        check_groups(config, datamodule)
     with building("rollout"):
         engine = make(config["rollout"])
         check_members(engine)
@@ -109,6 +114,13 @@ def open_source(block: Mapping[str, Any]) -> tuple[Callable[[], LoadedModel], Pr
         return load, tokenizer
     loaded = make(block)
     return lambda: loaded, loaded.tokenizer
+
+
+def check_groups(config: Mapping[str, Any], datamodule: PromptDataModule) -> None:
+    """Refuse weights of groups that the training prompts do not have."""
+    settings, names = settings_of(config), getattr(datamodule, "groups", None)
+    if settings is not None and isinstance(names, GroupNames):
+        PromptGroups(settings).take(names.train, names.labels)
 
 
 def check_members(engine: Any) -> None:

@@ -60,6 +60,7 @@ class PromptBatch:
         copies: how many earlier rows of the data have the same key; all 0 if not given. Copies of a prompt in one pass
             get different seeds.
         kl_scales: factor on the KL coefficient of each prompt; empty where no prompt has one of its own.
+        groups: what the column ``data.group_column`` says of each prompt, as text; empty without such a column.
     """
 
     ids: list[list[int]]
@@ -69,6 +70,7 @@ class PromptBatch:
     passes: list[int]
     copies: list[int] = field(default_factory=list)
     kl_scales: list[float] = field(default_factory=list)
+    groups: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.copies = self.copies or [0] * len(self.ids)
@@ -159,7 +161,7 @@ class Rollout:
             value = getattr(self, f.name)
             if isinstance(value, Tensor) and value.ndim > 0:
                 changes[f.name] = value[rows.to(value.device)]
-            elif isinstance(value, list):
+            elif isinstance(value, list) and value:
                 changes[f.name] = [value[i] for i in index]
             elif isinstance(value, dict):
                 changes[f.name] = {name: tensor[rows.to(tensor.device)] for name, tensor in value.items()}
@@ -224,6 +226,7 @@ class Experience(Rollout):
     Attributes:
         prompts: prompt texts, for display.
         texts: decoded responses, for rewards and display.
+        prompt_group: what ``data.group_column`` says of each row's prompt; empty without such a column.
         scores: ``[B]`` float32, the reward as scored, one number per sequence.
         components: the terms of the reward by name, each ``[B]``.
         rewards: ``[B]`` float32, the score after clipping, penalties of termination and normalisation.
@@ -244,6 +247,7 @@ class Experience(Rollout):
 
     prompts: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    prompt_group: list[str] = field(default_factory=list)
     scores: Tensor | None = None
     components: dict[str, Tensor] = field(default_factory=dict)
     rewards: Tensor | None = None

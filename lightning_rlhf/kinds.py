@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from numbers import Integral, Real
 from typing import Any
 
 ALLOWED = {
@@ -37,6 +38,22 @@ def wrong_kind(value: Any, annotation: str | None) -> str | None:
         return None
     names = dict.fromkeys(text for kind, text in ALLOWED.items() if kind in kinds)
     return " or ".join(names) + (", or null" if "None" in kinds else "")
+
+
+def scalar_text(value: Any) -> str | None:
+    """A text, number or boolean as text, as YAML writes it; ``None`` for anything else, for NaN and infinity.
+
+    Whole numbers are written without a point: a column of whole numbers with a gap is read as floating-point numbers.
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Integral):
+        return str(int(value))
+    if isinstance(value, Real) and math.isfinite(value):
+        return str(int(value)) if float(value).is_integer() else repr(float(value))
+    return None
 
 
 def _kinds(annotation: str) -> set[str]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_rlhf.control import Control
 from lightning_rlhf.data import check_room
+from lightning_rlhf.data.groups import GroupNames
 from lightning_rlhf.distributed.parallel import agree_on_fields
 from lightning_rlhf.distributed.processes import together
 from lightning_rlhf.events import ExperienceStats, emit
@@ -24,6 +25,7 @@ from lightning_rlhf.logbook import Logbook
 from lightning_rlhf.memory import OutOfMemory, attempt
 from lightning_rlhf.metrics.batch import MetricBatch
 from lightning_rlhf.metrics.experience import experience_numbers
+from lightning_rlhf.metrics.groups import PromptGroups
 from lightning_rlhf.metrics.moments import RunningMoments
 from lightning_rlhf.models import Policy, SharedCritic
 from lightning_rlhf.models.sharding import is_sharded
@@ -67,6 +69,7 @@ class ActorCriticModule(LightningModule):
         seed: of generation and of the minibatch permutations.
         update, advantage, termination, reward_processing, loss, kl, actor, critic, optimizer: blocks of settings, each
             a mapping or the dataclass of the same meaning in :mod:`lightning_rlhf.settings`.
+        groups: block of :class:`lightning_rlhf.settings.PromptGroupSettings`, for data with ``group_column``.
         safety: block of :class:`lightning_rlhf.rewards.safety.SafetySettings`; ``None`` filters nothing.
 
     Raises:
@@ -90,6 +93,7 @@ class ActorCriticModule(LightningModule):
         actor: Mapping[str, Any] | None = None,
         critic: Mapping[str, Any] | None = None,
         optimizer: Mapping[str, Any] | None = None,
+        groups: Mapping[str, Any] | None = None,
         safety: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
@@ -104,6 +108,7 @@ class ActorCriticModule(LightningModule):
             actor=actor,
             critic=critic,
             optimizer=optimizer,
+            groups=groups,
         )
         self.iterations, self.seed = iterations, seed
         self.actor, self.critic, self.reference = policy.actor, policy.critic, policy.reference
@@ -113,6 +118,7 @@ class ActorCriticModule(LightningModule):
         self.safe_reply = reply_tokens(self.safety, policy.tokenizer, engine.sampling.max_new_tokens)
         """Tokens in place of an unsafe response; empty if none is replaced."""
         self.reward_moments = RunningMoments()
+        self.groups = PromptGroups(self.settings)
         self.control = Control()
         self.control.register("kl_coefficient", self.settings.kl.coefficient)
         self.control.register("max_new_tokens", engine.sampling.max_new_tokens, minimum=1, integer=True)
@@ -219,7 +225,8 @@ class ActorCriticModule(LightningModule):
             emit(self, "on_experience_scored", experience)
             agree_on_fields(experience)
             beta = self.control.value("kl_coefficient")
-            compute_advantages(experience, self.settings, beta, self.reward_moments, metrics)
+            compute_advantages(experience, self.settings, beta, self.reward_moments, metrics, self.groups)
+            self.groups.measure(experience, metrics)
         self._rollouts.measure(rollout, metrics)
         numbers = experience_numbers(experience, metrics)
         with self.control.allow("rollback"):
@@ -304,6 +311,11 @@ class ActorCriticModule(LightningModule):
 
     def setup(self, stage: str) -> None:
         """The embedded engine shares the actor's weights from here on; reward models move to the device."""
+        names = getattr(getattr(self.trainer, "datamodule", None), "groups", None)
+        if isinstance(names, GroupNames):
+            self.groups.take(names.train, names.labels)
+        else:
+            self.groups.take((), {})
         self.engine.setup(self.actor.lm, self.tokenizer)
         together(self._check_lengths)
         self.reward.to(self.trainer.strategy.root_device)  # the module itself moves there only after this

@@ -42,6 +42,7 @@ class ModuleState:
             "warm_up": module.warm_up,
             "reference_fingerprint": self.reference_fingerprint(),
             "rewards": module.reward.state_dict(),
+            "groups": module.groups.state_dict(),
             "rollout_ahead": gather_objects(self._rollouts.state_dict()),
         }
         state = checkpoint["state_dict"]
@@ -60,6 +61,7 @@ class ModuleState:
         self._update.load_state_dict(saved["update"])
         self._logbook.progress = dict(saved["progress"])
         self._module.reward.load_state_dict(saved.get("rewards", {}))  # earlier releases saved none
+        self._module.groups.load_state_dict(saved.get("groups", {}))
         rank, world = place()
         if len(saved["rollout_ahead"]) == world:  # otherwise the next rollout is generated when needed
             self._rollouts.load_state_dict(saved["rollout_ahead"][rank])

@@ -20,11 +20,12 @@ from lightning_rlhf.functional.advantages import (
 from lightning_rlhf.functional.kl import kl_estimate
 from lightning_rlhf.functional.stats import whiten
 from lightning_rlhf.metrics.batch import MetricBatch
+from lightning_rlhf.metrics.groups import PromptGroups
 from lightning_rlhf.metrics.moments import RunningMoments
 from lightning_rlhf.models import Actor, AdapterReference, FrozenReference, SeparateCritic, SharedCritic
 from lightning_rlhf.rewards import CompositeReward, RewardBatch
 from lightning_rlhf.rewards.termination import RewardChanges, reward_changes
-from lightning_rlhf.settings import AdvantageSettings, PPOSettings, RewardSettings
+from lightning_rlhf.settings import WHITENED, AdvantageSettings, PPOSettings, RewardSettings
 
 
 def score_rewards(
@@ -59,6 +60,7 @@ def score_rewards(
     )
     output = reward(batch)
     experience = Experience.from_rollout(rollout, asked.texts, texts)
+    experience.prompt_group = asked.groups
     device = rollout.response_ids.device
     experience.scores = output.total.to(device)
     experience.components = {name: term.to(device) for name, term in output.components.items()}
@@ -146,7 +148,12 @@ def score_experience(
 
 @torch.no_grad()
 def compute_advantages(
-    experience: Experience, settings: PPOSettings, beta: float, moments: RunningMoments, metrics: MetricBatch
+    experience: Experience,
+    settings: PPOSettings,
+    beta: float,
+    moments: RunningMoments,
+    metrics: MetricBatch,
+    groups: PromptGroups | None = None,
 ) -> None:
     """Add processed rewards ``[B]``, advantages and returns ``[B, R]``.
 
@@ -160,6 +167,7 @@ def compute_advantages(
             ``kl.placement=reward``.
         moments: of all scores so far, for ``normalise: running``; updated.
         metrics: receives the KL to the reference.
+        groups: of the prompts, with their weights and normalisation; ``None`` for none.
     """
     mask, valid = experience.response_mask, experience.require("loss_mask")
     rows = valid.any(-1)
@@ -171,7 +179,10 @@ def compute_advantages(
     if experience.penalty is not None:
         changes = changes.plus(experience.penalty)
     scores = experience.require("scores")
-    experience.rewards = process_scores(scores, rows, settings.reward_processing, moments, changes)
+    groups = groups if groups is not None and groups.names else None
+    by_group = groups if settings.groups.normalise == "rewards" else None
+    members = None if groups is None else groups.members(experience)
+    experience.rewards = process_scores(scores, rows, settings.reward_processing, moments, changes, by_group, members)
     penalty, kl = beta if settings.kl.placement == "reward" else 0.0, None
     if experience.ref_logprobs is not None:
         kl = kl_estimate(experience.require("old_logprobs"), experience.ref_logprobs, settings.kl.estimator)
@@ -192,10 +203,20 @@ def compute_advantages(
     bootstrap = experience.final_values if settings.termination.truncated == "bootstrap" else None
     advantages, experience.returns = _estimate(experience, rewards, settings.advantage, bootstrap)
     metrics.mean("advantage/raw_abs_mean", advantages.abs(), valid)
-    if settings.advantage.whiten and settings.advantage.estimator in ("gae", "reinforce_plus_plus"):
-        experience.advantages = whiten(advantages, valid)
+    experience.advantages = _finished(advantages, valid, settings, groups, members)
+
+
+def _finished(
+    advantages: Tensor, valid: Tensor, settings: PPOSettings, groups: PromptGroups | None, members: Tensor | None
+) -> Tensor:
+    """The advantages as the loss reads them: whitened where configured, times the weights of their groups."""
+    if not (settings.advantage.whiten and settings.advantage.estimator in WHITENED):
+        advantages = advantages.masked_fill(~valid, 0.0)
+    elif groups is not None and members is not None and settings.groups.normalise == "advantages":
+        advantages = groups.whiten(advantages, valid, members)
     else:
-        experience.advantages = advantages.masked_fill(~valid, 0.0)
+        advantages = whiten(advantages, valid)
+    return advantages if groups is None or members is None else groups.weighted(advantages, members)
 
 
 def _estimate(
@@ -228,11 +249,14 @@ def process_scores(
     settings: RewardSettings,
     moments: RunningMoments,
     changes: RewardChanges,
+    groups: PromptGroups | None = None,
+    members: Tensor | None = None,
 ) -> Tensor:
     """Clip the sequence rewards ``[B]``, add the penalties of termination, and normalise over ``rows``.
 
     A penalty is added after clipping, so that no clip can cancel it, and before the z-score, which sees it. A row
-    without a score is in no statistic and has the reward 0. KL penalties are not touched.
+    without a score is in no statistic and has the reward 0. KL penalties are not touched. With ``groups`` the z-score
+    is taken within the group of the row's prompt, ``members [B]``.
     """
     if settings.clip is not None:
         scores = scores.clamp(-settings.clip, settings.clip)
@@ -240,9 +264,13 @@ def process_scores(
         scores = scores + changes.penalty
     if changes.without is not None:
         rows = rows & ~changes.without
-    if settings.normalise == "batch":
+    if settings.normalise == "running":
+        moments.update(scores, rows)
+    if groups is not None and members is not None:
+        whitened = settings.normalise == "batch"
+        scores = groups.whiten(scores, rows, members) if whitened else groups.running(scores, rows, members, moments)
+    elif settings.normalise == "batch":
         scores = whiten(scores, rows)
     elif settings.normalise == "running":
-        moments.update(scores, rows)
         scores = moments.normalise(scores)
     return scores if changes.without is None else scores.masked_fill(changes.without, 0.0)

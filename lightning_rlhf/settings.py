@@ -11,7 +11,7 @@ from lightning_rlhf.bounds import bounded, is_number
 from lightning_rlhf.errors import SettingError
 from lightning_rlhf.functional.choices import Aggregation, KLEstimator, RatioLevel
 from lightning_rlhf.functional.schedules import Schedule
-from lightning_rlhf.kinds import wrong_kind
+from lightning_rlhf.kinds import scalar_text, wrong_kind
 
 _Settings = TypeVar("_Settings")
 
@@ -59,6 +59,8 @@ class UpdateSettings:
 
 
 ESTIMATORS = ("gae", "grpo", "rloo", "reinforce_plus_plus")
+WHITENED = ("gae", "reinforce_plus_plus")
+"""Estimators whose advantages ``advantage.whiten`` acts on; the others compare the answers to one prompt."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +196,29 @@ class GroupSettings:
 
 
 @dataclass(frozen=True)
+class PromptGroupSettings:
+    """What is done per group of prompts; ``data.group_column`` says which prompts are a group."""
+
+    weights: Mapping[str, float] | None = None
+    """Factor on the advantages of each group's sequences, so on their share of the policy gradient; 1 if not given."""
+    normalise: str = "none"
+    """none; rewards: the reward's z-score takes each group's own mean and deviation; advantages: whitening does."""
+    min_samples: int = 8
+    """A group with fewer sequences takes the mean and deviation of all groups together."""
+
+    def __post_init__(self) -> None:
+        block = "module.groups"
+        _one_of(block, self, "normalise", ("none", "rewards", "advantages"))
+        bounded(block, at_least=2, whole=True, min_samples=self.min_samples)
+        if self.weights is not None:
+            weights = {scalar_text(group) or str(group): weight for group, weight in self.weights.items()}
+            for group, weight in weights.items():
+                if not is_number(weight) or weight < 0:
+                    raise SettingError(f"{block}.weights.{group}", weight, "a finite number >= 0")
+            object.__setattr__(self, "weights", weights)
+
+
+@dataclass(frozen=True)
 class OptimizerSettings:
     """What the groups share: one fused AdamW and one schedule."""
 
@@ -230,6 +255,21 @@ class PPOSettings:
     actor: GroupSettings = field(default_factory=lambda: GroupSettings(lr=1e-6, warmup_iterations=2))
     critic: GroupSettings = field(default_factory=lambda: GroupSettings(lr=1e-5))
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    groups: PromptGroupSettings = field(default_factory=PromptGroupSettings)
+
+    @property
+    def groups_fault(self) -> SettingError | None:
+        """What the other settings leave no room for in ``groups``; ``None`` if they fit together."""
+        key, chosen, advantage = "module.groups.normalise", self.groups.normalise, self.advantage
+        if chosen == "rewards" and self.reward_processing.normalise == "none":
+            allowed = "none or advantages, or module.reward_processing.normalise batch or running: it is done per group"
+            return SettingError(key, chosen, allowed)
+        if chosen == "advantages" and not (advantage.whiten and advantage.estimator in WHITENED):
+            allowed = (
+                f"none or rewards, or module.advantage.whiten=true with {' or '.join(WHITENED)}: it is done per group"
+            )
+            return SettingError(key, chosen, allowed)
+        return None
 
     @classmethod
     def from_blocks(cls, **blocks: Mapping[str, Any] | None) -> PPOSettings:

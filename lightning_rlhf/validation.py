@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -74,7 +74,7 @@ class Evaluation:
         module = self._module
         rollout = module.generate(prompts, greedy=True)
         answers = score_rewards(module.reward, module.tokenizer, prompts, rollout, module.end_ids)
-        numbers = _numbers_of(answers)
+        numbers = _numbers_of(answers) | _numbers_of_groups(answers, module.groups.labels)
         check(numbers)
         for name, values in numbers.items():
             self._numbers[name].append(values.float())
@@ -107,3 +107,10 @@ def _numbers_of(answers: Experience) -> dict[str, Tensor]:
     numbers["eval/response_length_mean"] = answers.response_lengths
     numbers["eval/truncated_fraction"] = answers.finish == Finish.TRUNCATED
     return numbers
+
+
+def _numbers_of_groups(answers: Experience, labels: Mapping[str, str]) -> dict[str, Tensor]:
+    """The scores of each group of prompts that has a name in metrics."""
+    scores, groups = answers.require("scores"), answers.prompt_group
+    rows = {group: [row for row, of in enumerate(groups) if of == group] for group in set(groups) & labels.keys()}
+    return {f"eval/group/{labels[group]}/reward_mean": scores[of_group] for group, of_group in rows.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.bounds import bounded
 from lightning_rlhf.data.fingerprint import held_out, held_out_difference, rendering
+from lightning_rlhf.data.groups import GroupColumn, GroupNames
 from lightning_rlhf.data.lists import PromptLists
 from lightning_rlhf.data.loaders import PromptLoader, PromptStream, ValidationLoader
 from lightning_rlhf.data.prompts import MESSAGES_KEY, EncodedPrompts, Prompt, PromptEncoder, numbered
@@ -54,6 +56,9 @@ class PromptDataModule(LightningDataModule):
         blacklist: file of prompt keys that are not trained on, see :mod:`lightning_rlhf.data.lists`.
         conservative: file of prompt keys with a KL coefficient of their own.
         conservative_beta: factor on the KL coefficient of these, where the file has none.
+        group_column: column that names each prompt's group, for statistics per group; ``None`` for none, see
+            :mod:`lightning_rlhf.data.groups`.
+        max_groups: different groups at most.
 
     Raises:
         DataError: a setting is out of range; from :meth:`setup`: the data cannot be used.
@@ -80,10 +85,12 @@ class PromptDataModule(LightningDataModule):
         blacklist: str | None = None,
         conservative: str | None = None,
         conservative_beta: float = 2.0,
+        group_column: str | None = None,
+        max_groups: int = 32,
     ) -> None:
         super().__init__()
         bounded("data", at_least=1, whole=True, prompts_per_iteration=prompts_per_iteration, iterations=iterations)
-        bounded("data", at_least=1, whole=True, validation_batch_size=validation_batch_size)
+        bounded("data", at_least=1, whole=True, validation_batch_size=validation_batch_size, max_groups=max_groups)
         bounded("data", at_least=1, whole=True, optional=True, validation_size=validation_size)
         bounded("data", at_least=1, whole=True, optional=True, validation_limit=validation_limit)
         if validation is not None and validation_size is not None:
@@ -97,6 +104,7 @@ class PromptDataModule(LightningDataModule):
         self.validation_size, self.validation_limit = validation_size, validation_limit
         self.validation_batch_size = validation_batch_size
         self._lists = PromptLists(blacklist, conservative, conservative_beta)
+        self._column = None if group_column is None else GroupColumn(str(group_column), max_groups)
         self._encoder = PromptEncoder(
             tokenizer,
             prompt_field=prompt_field,
@@ -114,6 +122,8 @@ class PromptDataModule(LightningDataModule):
         """Number of prompts dropped because they were too long, by setting (``train``, ``validation``)."""
         self.list_numbers: dict[str, float] = {}
         """Metrics of the two lists of prompts, where there is one."""
+        self.groups: GroupNames | None = None
+        """The groups of the prompts, once the data was read; ``None`` without ``group_column``."""
 
     # --- prompts -------------------------------------------------------------------------------------------------
 
@@ -137,13 +147,17 @@ class PromptDataModule(LightningDataModule):
                 train, held_out = hold_out(train, self.validation_size, encoded.too_long)
             train, self.list_numbers = self._lists.apply(train)
             _warn_about_duplicates(train, held_out)
-            self._prompts = numbered(train), held_out[: self.validation_limit]
+            held_out = held_out[: self.validation_limit]
+            self.groups = None if self._column is None else self._column.names(train, held_out)
+            self._prompts = numbered(train), held_out
         return self._prompts
 
     def _encode(self, name: str, source: Any) -> EncodedPrompts:
         try:
             faults = Faults()
             encoded = self._encoder.encode(read_rows(open_source(source), faults), faults)
+            if self._column is not None:
+                encoded = replace(encoded, prompts=self._column.read(encoded.prompts, needed=name == "train"))
         except DataError as error:
             raise DataError(f"data.{name}: {error}") from error
         self.dropped[name] = len(encoded.too_long)

@@ -33,6 +33,8 @@ class Prompt:
     """Number of earlier rows of the source with the same key."""
     kl_scale: float | None = None
     """Factor on the KL coefficient; ``None`` in a run without ``data.conservative``."""
+    group: str | None = None
+    """What ``data.group_column`` says of it, as text; ``None`` without such a column."""
 
 
 @dataclass(frozen=True)
@@ -282,6 +284,7 @@ def collate(prompts: Sequence[Prompt], passes: Sequence[int]) -> PromptBatch:
         passes=list(passes),
         copies=[prompt.copy for prompt in prompts],
         kl_scales=[prompt.kl_scale for prompt in prompts if prompt.kl_scale is not None],
+        groups=[prompt.group for prompt in prompts if prompt.group is not None],
     )
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from lightning_rlhf.functional.groups import group_sum, row_sums
 from lightning_rlhf.functional.stats import all_reduce_max, all_reduce_sum, deviation_of_sums
 
 
@@ -42,6 +44,39 @@ class MetricBatch:
             self._add((std, "std_total"), valid.sum(dtype=torch.float64))
             self._add((std, "std_square"), valid.double().square().sum())
             self._add((std, "std_count"), count)
+
+    def means(
+        self,
+        names: Sequence[str],
+        values: Tensor,
+        members: Tensor,
+        mask: Tensor | None = None,
+        *,
+        stds: Sequence[str] = (),
+    ) -> None:
+        """A mean for each group of rows: row ``i`` counts in ``names[members[i]]``; ``stds`` name the deviations.
+
+        Args:
+            names: of all groups, the same on every rank.
+            values: ``[B]`` or ``[B, R]``.
+            members: ``[B]`` int64.
+            mask: of the shape of ``values``; default: all.
+            stds: as many names, or none.
+        """
+        values = values.detach()
+        valid = torch.ones_like(values, dtype=torch.bool) if mask is None else mask.bool()
+        totals, counts = (
+            group_sum(row_sums(x, valid), members, len(names)).unbind() for x in (values, torch.ones_like(values))
+        )
+        for name, total, count in zip(names, totals, counts, strict=True):
+            self._add((name, "total"), total)
+            self._add((name, "count"), count)
+        if stds:
+            squares = group_sum(row_sums(values.double().square(), valid), members, len(names)).unbind()
+            for std, total, square, count in zip(stds, totals, squares, counts, strict=True):
+                self._add((std, "std_total"), total)
+                self._add((std, "std_square"), square)
+                self._add((std, "std_count"), count)
 
     def max(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
         self._raise((name, "max"), values, mask)

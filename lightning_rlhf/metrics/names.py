@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Literal, get_args
 
+from lightning_rlhf.metrics.names_groups import GROUPS
 from lightning_rlhf.metrics.names_prompts import PROMPTS
 from lightning_rlhf.metrics.names_ptx import PTX
 from lightning_rlhf.metrics.names_rollout_corr import ROLLOUT_CORR
@@ -276,7 +277,7 @@ METRICS: list[Metric] = [
        "truncated_fraction, of greedy answers to the held-out prompts.", verl="val-core/<source>/<variable>/mean@N"),
 ]
 # fmt: on
-METRICS += [Metric(*row) for row in (*ROLLOUT_CORR, *SAFETY, *PROMPTS)]
+METRICS += [Metric(*row) for row in (*ROLLOUT_CORR, *SAFETY, *PROMPTS, *GROUPS)]
 METRICS += [_m(f"ptx/{name}", unit, better, reduced, text) for name, unit, better, reduced, text in PTX]
 
 

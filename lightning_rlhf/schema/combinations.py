@@ -28,6 +28,7 @@ def combinations(config: Mapping[str, Any]) -> Iterator[Problem]:
     yield from _corrections(config)
     yield from _safety(config)
     yield from _conservative(config, settings)
+    yield from _groups(config, settings)
 
 
 def _sizes(config: Mapping[str, Any], settings: PPOSettings, batch: BatchSizes) -> Iterator[Problem]:
@@ -127,3 +128,16 @@ def _conservative(config: Mapping[str, Any], settings: PPOSettings) -> Iterator[
     if conservative is not None and settings.kl.coefficient == 0 and not steered:
         allowed = "null with module.kl.coefficient = 0: there is no KL penalty that it could multiply"
         yield Problem("data.conservative", conservative, allowed)
+
+
+def _groups(config: Mapping[str, Any], settings: PPOSettings) -> Iterator[Problem]:
+    """Check that there are groups of prompts for ``module.groups``, and a normalisation to do per group."""
+    own = settings.groups
+    if settings.groups_fault is not None:
+        yield settings.groups_fault.problem
+    if get(config, "data.group_column", default="of its own data module") is None:
+        off = {"weights": own.weights or None, "normalise": None if own.normalise == "none" else own.normalise}
+        for name, value in off.items():
+            if value is not None:
+                allowed = f"{'null' if name == 'weights' else 'none'} without data.group_column: there are no groups"
+                yield Problem(f"module.groups.{name}", value, allowed)

@@ -57,6 +57,7 @@ LORA = ["model.policy.lora={r: 2}"]
 GRPO = ["module.advantage.estimator=grpo", "model.policy.critic=none"]
 VOCABULARY = "".join(sorted(set("0123456789+-*= What is Answer with the number only?.")))
 LETTERS = [f"model.source.vocabulary='{VOCABULARY}'", "model.source.max_positions=128", "data.max_prompt_tokens=80"]
+GROUPS = ["data.group_column=answer"]
 CHAT = ["data.train.style=chat", *LETTERS]
 
 Change = tuple[str, list[str]]
@@ -87,6 +88,15 @@ RUN: dict[str, Change | str] = {
     "module.termination.overlong_factor": ("0.5", ["module.termination.truncated=soft_overlong"]),
     "module.reward_processing.normalise": "batch",
     "module.reward_processing.clip": "0.1",
+    "module.groups.weights": ("{9: 0.1}", GROUPS),
+    "module.groups.normalise": (
+        "rewards",
+        [*GROUPS, "module.groups.min_samples=2", "module.reward_processing.normalise=batch"],
+    ),
+    "module.groups.min_samples": (
+        "2",
+        [*GROUPS, "module.groups.normalise=rewards", "module.reward_processing.normalise=batch"],
+    ),
     "module.loss.clip_low": "0.0001",
     "module.loss.clip_high": "0.0001",
     "module.loss.dual_clip": "1.0001",
@@ -155,6 +165,7 @@ RUN: dict[str, Change | str] = {
     "data.text_as_chat": "true",
     "data.chat_template_kwargs": ("{extra: '1'}", CHAT),
     "data.shuffle": "false",
+    "data.group_column": "answer",
     "data.validation_size": ("5", ["data.validation=null"]),
     "data.validation_limit": "3",
     "data.validation_batch_size": "3",
@@ -223,6 +234,7 @@ SEEN_OTHERWISE = {
     *("resume", "branch"),  # runs/test_resume_command.py: a resumed run, a branch of it
     *("progress_every", "trainer.enable_progress_bar"),  # reporting/test_progress.py
     *("data.blacklist", "data.conservative", "data.conservative_beta"),  # data/test_lists.py: what is drawn and paid
+    "data.max_groups",  # data/test_groups.py: a column with more values is refused
     "resume_on_other_data",  # data/test_fingerprint.py: other data is refused without it
     "rollout.max_staleness",  # rollout/test_ahead.py: a stale rollout is drawn again
     "model.policy.npu_fused",  # accelerators/test_npu_fused.py: layers are exchanged
