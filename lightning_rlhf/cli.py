@@ -155,6 +155,7 @@ def _train(arguments: list[str]) -> None:
         from lightning_rlhf.runs.recompose import Composition, parse
 
         parse(Composition.of_command(arguments).overrides)  # refuse unreadable overrides before heavy imports
+        quiet_libraries()  # the run may use vLLM, and its checkpoint is read by torch
         from lightning_rlhf.runs.resume import from_command
 
         arguments, resumption = from_command(arguments, f"outputs/{name}" if name else None)
@@ -245,6 +246,7 @@ def _several_processes() -> bool:
 
 def _eval(arguments: list[str]) -> None:
     options, overrides = _options(arguments, required=["checkpoint"])
+    quiet_libraries()
     from lightning_rlhf.evaluate import evaluate_checkpoint
     from lightning_rlhf.interruption import Signals
 
