@@ -233,9 +233,7 @@ class ActorCriticModule(LightningModule):
         numbers |= self._update_loop.metrics.compute() | self.update_metrics()
         numbers |= {"data/pass": max(prompts.passes), "rollout/drawn_late": float(self._rollouts.drawn_late)}
         log.write(numbers, update)
-        self.control.raise_if_failed()
-        if self.control.training_stopped:
-            self.trainer.should_stop = True
+        self._obey_stop()
 
     def generate(self, prompts: PromptBatch, *, greedy: bool = False) -> Rollout:
         """Responses of the engine's policy, on the module's device."""
@@ -278,10 +276,13 @@ class ActorCriticModule(LightningModule):
         self._evaluation.step(prompts)
 
     def on_validation_epoch_end(self) -> None:
-        """Log the means over all prompts of all ranks."""
+        """Log the means over all prompts of all ranks, and what callbacks report and decide on them."""
         numbers = self._evaluation.finish()
         self.log_dict(numbers)
         self.last_evaluation = self.control.iteration, numbers
+        self._logbook.write_decisions()
+        if self.trainer.state.fn == TrainerFn.FITTING:
+            self._obey_stop()
 
     # --- optimiser -----------------------------------------------------------------------------------------------
 
@@ -379,6 +380,12 @@ class ActorCriticModule(LightningModule):
         _, error = attempt(work)
         if error:
             raise OutOfMemory(f"{error}: lower module.update.score_tokens = {self.settings.update.score_tokens}")
+
+    def _obey_stop(self) -> None:
+        """End the run after this iteration and its checkpoint, or as a failure, if a callback asked for that."""
+        self.control.raise_if_failed()
+        if self.control.training_stopped:
+            self.trainer.should_stop = True
 
     def _set_logger_step(self, iteration: int) -> None:
         """Set the step that Lightning passes to loggers: it counts batches from 0, iterations count from 1."""
