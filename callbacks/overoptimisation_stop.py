@@ -40,8 +40,8 @@ class OveroptimisationStop(RLHFCallback):
     scores the same greedy answers as the reward. The run ends if in ``patience`` checks in a row
 
     - the gold score has *fallen*: over the prompts that were scored both at the best check so far and now, the mean of
-      (score then - score now) is over 0 and over ``min_drop`` times its standard error s / sqrt(n), s being the
-      standard deviation (n - 1) of these differences; or
+      (score then - score now) is over ``min_drop`` times |best mean|, and over ``standard_errors`` times its standard
+      error s / sqrt(n), s being the standard deviation (n - 1) of these differences; or
     - the rank correlation of reward and gold score is below ``min_spearman``.
 
     The best check is the one with the highest mean gold score, the first of equals. A check that measured nothing (no
@@ -57,8 +57,10 @@ class OveroptimisationStop(RLHFCallback):
             number for each response; NaN for one without a score is allowed if it has a true attribute
             ``leaves_gaps``, as :class:`lightning_rlhf.rewards.StoredScores` has. ``None`` is refused at the start.
         patience: checks in a row.
-        min_drop: standard errors of the paired difference by which the gold score has to lie below its best; 0 counts
-            every fall.
+        min_drop: share of the best gold score, as a magnitude, by which the score has to lie below it: a policy that
+            trains goes up and down on every prompt. 0 leaves it to the standard error alone, as for scores around 0.
+        standard_errors: of the paired difference by which the gold score has to lie below its best: the prompts are a
+            sample.
         min_spearman: rank correlation below which a check counts, in [-1, 1]; ``None``: off.
 
     Raises:
@@ -72,17 +74,18 @@ class OveroptimisationStop(RLHFCallback):
         self,
         gold: Reward | None = None,
         patience: int = 2,
-        min_drop: float = 2.0,
+        min_drop: float = 0.03,
+        standard_errors: float = 2.0,
         min_spearman: float | None = None,
     ) -> None:
         if gold is not None and not callable(gold):
             allowed = "a callable that scores a batch of responses; in a configuration a function needs _partial_: true"
             raise SettingError(f"{BLOCK}.gold", gold, allowed)
         bounded("overoptimisation_stop", at_least=1, whole=True, patience=patience)
-        bounded("overoptimisation_stop", at_least=0, min_drop=min_drop)
+        bounded("overoptimisation_stop", at_least=0, min_drop=min_drop, standard_errors=standard_errors)
         bounded("overoptimisation_stop", at_least=-1, at_most=1, optional=True, min_spearman=min_spearman)
         self.gold, self.patience = gold, patience
-        self.min_drop, self.min_spearman = min_drop, min_spearman
+        self.min_drop, self.standard_errors, self.min_spearman = min_drop, standard_errors, min_spearman
         self.best: dict[str, Any] | None = None
         """Iteration, mean and scores by prompt of the best check."""
         self.falls = 0
@@ -114,8 +117,9 @@ class OveroptimisationStop(RLHFCallback):
                 self.best, self.falls = {"iteration": iteration, "mean": average, "scores": scores}, 0
         else:
             drop, error = paired_drop(self.best["scores"], scores)
+            least = max(self.min_drop * abs(self.best["mean"]), self.standard_errors * error)
             if math.isfinite(drop):
-                self.falls = self.falls + 1 if drop > max(self.min_drop * error, 0.0) else 0
+                self.falls = self.falls + 1 if drop > least else 0
         if self.falls >= self.patience and math.isfinite(drop) and self.best is not None:
             return (
                 f"over-optimised: the gold score {average:.4g} lies {drop:.4g} (standard error {error:.2g}) below its "

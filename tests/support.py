@@ -159,6 +159,9 @@ class Recorder(RLHFCallback):
     def on_update_end(self, trainer: Any, module: Any, stats: Any) -> None:
         self.events.append(("on_update_end", stats))
 
+    def on_evaluation_end(self, trainer: Any, module: Any, stats: Any) -> None:
+        self.events.append(("on_evaluation_end", stats))
+
 
 def weights(module: ActorCriticModule) -> dict[str, torch.Tensor]:
     """A copy of every trained tensor."""
