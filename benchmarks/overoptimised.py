@@ -18,6 +18,8 @@ ends with the stop, the gold score there, and that of the checkpoint that is nam
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import logging
 import random
@@ -33,12 +35,13 @@ import hydra
 from lightning_rlhf import schema
 from lightning_rlhf.assembly import assemble, make_trainer
 from lightning_rlhf.callbacks import OveroptimisationStop
+from lightning_rlhf.checkpoint import IterationCheckpoint
 from lightning_rlhf.evaluate import evaluate_checkpoint
 from lightning_rlhf.rewards import RewardBatch
 
 HERE = "benchmarks.overoptimised"
 LOOPHOLES = {
-    "length": f"+reward.terms.length={{weight: 0.12, reward: {{_target_: {HERE}.length}}}}",
+    "length": f"+reward.terms.length={{weight: 0.16, reward: {{_target_: {HERE}.length}}}}",
     "magic": f"+reward.terms.magic={{weight: 0.3, reward: {{_target_: {HERE}.magic}}}}",
 }
 KINDS = (*LOOPHOLES, "healthy")
@@ -49,7 +52,7 @@ OVERRIDES = (
     *("warmup=sft", "warmup.steps=250", "warmup.lr=3e-3", "warmup.batch_size=64"),
     "warmup.answer_field={answer: 0.34, short: 0.6, marked: 0.06}",
     *("data.prompts_per_iteration=96", "rollout.max_new_tokens=6", "module.update.minibatch_size=96"),
-    *("data.validation_limit=100", "evaluate_every=1", "iterations=40", "model.lr.actor=4e-4"),
+    *("data.validation_limit=100", "evaluate_every=1", "iterations=30", "model.lr.actor=4e-4"),
     *("trainer.enable_progress_bar=false", "progress_every=null", "module.optimizer.schedule=constant"),
     *("reward.terms.exact_match.weight=0", f"+reward.terms.similarity={{reward: {{_target_: {HERE}.similarity}}}}"),
 )
@@ -85,8 +88,7 @@ def run(kind: str, seed: int, folder: Path, *own: str) -> tuple[Any, Any, Overop
     overrides = [
         *(*OVERRIDES, *data(folder), f"output_dir={folder}", f"seed={seed}"),
         *([LOOPHOLES[kind]] if kind in LOOPHOLES else []),
-        *("callbacks=[minimal,overoptimisation_stop]", "callbacks.kl_early_stop=null"),
-        *(f"{block}.gold={{_target_: {HERE}.similarity, _partial_: true}}", *own),
+        *("callbacks=overoptimisation_stop", f"{block}.gold={{_target_: {HERE}.similarity, _partial_: true}}", *own),
     ]
     with hydra.initialize_config_module("lightning_rlhf.conf", version_base="1.3"):
         config = schema.check(hydra.compose("train", overrides=overrides))
@@ -97,12 +99,51 @@ def run(kind: str, seed: int, folder: Path, *own: str) -> tuple[Any, Any, Overop
         trainer.fit(parts.module, datamodule=parts.datamodule)
     return parts.module, trainer, callback
 
-if __name__ == "__main__":
-    import sys, time
+
+def again(path: str) -> float:
+    """The gold score of a checkpoint, evaluated anew."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        return evaluate_checkpoint(path)["eval/similarity"]
+
+
+def cell(kind: str, seed: int) -> dict[str, Any]:
+    """One row of the table: the same run without and with the stop."""
+    with tempfile.TemporaryDirectory() as folder:
+        _, trainer, watch = run(
+            kind, seed, Path(folder) / "without", "callbacks.overoptimisation_stop.patience=1000000"
+        )
+        reward = float(trainer.callback_metrics["eval/reward_mean"])
+        free = [float(gold or "nan") for _, gold, _ in watch.history]
+        module, trainer, stop = run(kind, seed, Path(folder) / "with")
+        saver = trainer.checkpoint_callback
+        assert isinstance(saver, IterationCheckpoint) and stop.best is not None
+        named = again(saver.best_model_path)
+        held = [float(gold or "nan") for _, gold, _ in stop.history]
+        stopped = module.control.training_stopped is not None
+        if free[: len(held)] != held:
+            raise RuntimeError("the two runs differ before the stop")
+    return {
+        **{"loophole": kind, "seed": seed, "gold before": held[0], "best gold": max(free)},
+        **{"reward at end without": reward, "gold at end without": free[-1]},
+        **{"stopped after": module.control.iteration if stopped else "-", "gold at stop": held[-1]},
+        **{"named checkpoint": saver.best_model_path[-11:-5], "its gold again": named},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    given = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    for kind in sys.argv[1].split(","):
-        t=time.time()
-        with tempfile.TemporaryDirectory() as f:
-            m,tr,c = run(kind, 1, Path(f)/"a", "callbacks.overoptimisation_stop.patience=1000", *sys.argv[2:])
-        print(kind, [f"{h[1]:.3f}/{(h[2] if h[2] is not None else 9):.2f}" for h in c.history], time.time()-t)
+    for number, (kind, seed) in enumerate((kind, seed) for kind in given.kinds for seed in given.seeds):
+        row = cell(kind, seed)
+        if not number:
+            print(f"| {' | '.join(row)} |\n|{' --- |' * len(row)}", flush=True)
+        shown = (f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values())
+        print(f"| {' | '.join(shown)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
