@@ -19,8 +19,9 @@ from lightning_rlhf.checkpoint import IterationCheckpoint, RNGState
 from lightning_rlhf.control import TrainingFailed
 from lightning_rlhf.data import PromptDataModule
 from lightning_rlhf.data.tasks import ArithmeticTask
-from lightning_rlhf.errors import InputError
+from lightning_rlhf.errors import ConfigError, InputError
 from lightning_rlhf.rewards import RewardBatch, RewardError, StoredScores
+from lightning_rlhf.schema import check
 from lightning_rlhf.settings import SettingError
 from tests.ranks import run_ranks
 from tests.support import (
@@ -489,6 +490,15 @@ def test_stored_scores_of_no_answer_are_refused_at_the_first_check_and_are_gaps_
     trainer = fit(loophole(iterations=2), [stop], **EACH)
     assert float(trainer.callback_metrics["eval/gold_coverage"]) == 0.0
     assert "eval/gold_mean" not in trainer.callback_metrics and stop.history == [[1, None, None], [2, None, None]]
+
+
+def test_a_file_of_stored_scores_that_is_not_there_is_found_before_any_work(compose: Any) -> None:
+    rows = "{_target_: lightning_rlhf.data.JSONLSource, path: none.jsonl}"
+    gold = f"{{_target_: lightning_rlhf.rewards.StoredScores, rows: {rows}}}"
+    with pytest.raises(
+        ConfigError, match=r"overoptimisation_stop\.gold\.rows\.path = 'none\.jsonl'\n.*there is no file"
+    ):
+        check(compose("callbacks=overoptimisation_stop", f"callbacks.overoptimisation_stop.gold={gold}"))
 
 
 # --- the command line, and a planted loophole ------------------------------------------------------------------------
