@@ -18,6 +18,7 @@ from lightning_rlhf.callbacks.kl_guard import KLGuard
 from lightning_rlhf.callbacks.length_curriculum import LengthCurriculum
 from lightning_rlhf.callbacks.lr_backoff import LRBackoff
 from lightning_rlhf.callbacks.oom_guard import OOMGuard
+from lightning_rlhf.callbacks.overoptimisation_stop import OveroptimisationStop
 from lightning_rlhf.callbacks.prompt_monitor import PromptMonitor
 from lightning_rlhf.callbacks.prompt_records import PromptRecords
 from lightning_rlhf.callbacks.samples_table import SamplesTable
@@ -37,6 +38,7 @@ __all__ = [
     "LRBackoff",
     "LengthCurriculum",
     "OOMGuard",
+    "OveroptimisationStop",
     "PromptMonitor",
     "PromptRecords",
     "RLHFCallback",

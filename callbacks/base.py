@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from lightning import Callback, LightningModule, Trainer
 
 from lightning_rlhf.control import Scope
-from lightning_rlhf.events import EpochStats, ExperienceStats, MinibatchStats, UpdateStats
+from lightning_rlhf.events import EpochStats, EvaluationStats, ExperienceStats, MinibatchStats, UpdateStats
 from lightning_rlhf.experience import Experience, MiniBatch, PromptBatch, Rollout
+from lightning_rlhf.rewards import RewardBatch
 
 if TYPE_CHECKING:
     from lightning_rlhf.module import ActorCriticModule
@@ -76,6 +77,14 @@ class RLHFCallback(Callback):
 
     def on_update_end(self, trainer: Trainer, module: ActorCriticModule, stats: UpdateStats) -> None:
         """All epochs of this iteration have ended; the engine does not have the new weights yet."""
+
+    def on_evaluation_scored(
+        self, trainer: Trainer, module: ActorCriticModule, batch: RewardBatch, answers: Experience
+    ) -> None:
+        """A batch of held-out prompts is answered greedily and scored. Ranks have different numbers of batches."""
+
+    def on_evaluation_end(self, trainer: Trainer, module: ActorCriticModule, stats: EvaluationStats) -> None:
+        """All held-out answers of all ranks are scored; ``stop_training`` ends the run after its checkpoint."""
 
 
 def needs_reference(module: LightningModule, callback: str) -> None:

@@ -164,8 +164,9 @@ class Control:
     def report(self, name: str, value: float) -> None:
         """Log a callback's own number with this iteration's metrics.
 
-        Call it from ``on_rollout_start`` to ``on_update_end``. Only rank 0's number is logged, so report numbers
-        reduced over ranks, such as those in ``stats``. NaN means not measured and is not logged.
+        Call it from ``on_rollout_start`` to ``on_update_end``, or in ``on_evaluation_end``. Only rank 0's number is
+        logged, so report numbers reduced over ranks, such as those in ``stats``. NaN means not measured and is not
+        logged.
 
         Raises:
             UnknownMetricError: the name was not declared, see :func:`lightning_rlhf.metrics.names.register`.

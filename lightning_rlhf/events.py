@@ -24,6 +24,8 @@ EVENTS = (
     "on_minibatch_end",
     "on_ppo_epoch_end",
     "on_update_end",
+    "on_evaluation_scored",
+    "on_evaluation_end",
 )
 
 
@@ -186,7 +188,29 @@ class UpdateStats:
     """Mean entropy of the current policy, nats per token."""
 
 
-STATS = (ExperienceStats, MinibatchStats, EpochStats, UpdateStats)
+@dataclass(frozen=True)
+class EvaluationStats:
+    """The greedy answers to the held-out prompts of all ranks."""
+
+    iteration: int
+    """Iterations trained before; 0 before training."""
+    training: bool
+    """Whether training goes on afterwards; false for the evaluations before and after training."""
+    reward_mean: float
+    """Mean score of an answer."""
+    response_length_mean: float
+    """Generated tokens of an answer."""
+    truncated_fraction: float
+    """Share of answers that reached the length limit."""
+
+    @classmethod
+    def of(cls, iteration: int, training: bool, numbers: Mapping[str, float]) -> EvaluationStats:
+        """From the metrics of the evaluation; an absent metric becomes NaN."""
+        measured = ("reward_mean", "response_length_mean", "truncated_fraction")
+        return cls(iteration, training, *(numbers.get(f"eval/{name}", math.nan) for name in measured))
+
+
+STATS = (ExperienceStats, MinibatchStats, EpochStats, UpdateStats, EvaluationStats)
 
 
 def stats_tables() -> str:

@@ -49,12 +49,14 @@ class Logbook:
         """Totals of the whole run; saved in checkpoints."""
         self._times: dict[str, float] = {}
         self._start = 0.0
+        self._written = 0
+        """Decisions of this iteration that are written."""
         self._shown: set[str] = set()
         self._said: Counter[tuple[str, str]] = Counter()
 
     def begin_iteration(self) -> None:
         """Start the clock of an iteration."""
-        self._times = {}
+        self._times, self._written = {}, 0
         self._start = time.perf_counter()
 
     @contextmanager
@@ -88,7 +90,7 @@ class Logbook:
             reset_peak(module.device)
         numbers |= control.reported
         check(numbers)
-        self._write_decisions()
+        self.write_decisions()
         # Lightning hands logged values to loggers only after the checkpoint of this iteration, as float32.
         for logger in module.loggers:
             logger.log_metrics(numbers, step=control.iteration)
@@ -123,13 +125,14 @@ class Logbook:
         numbers |= {f"stability/{name}": control.counts[verb] for verb, name in STABILITY_COUNTS.items()}
         return numbers | {"clock/iteration": control.iteration, "clock/update": control.update}
 
-    def _write_decisions(self) -> None:
-        """Print this iteration's decisions with their reasons, and hand all to loggers with ``log_decisions``.
+    def write_decisions(self) -> None:
+        """Print new decisions of this iteration with their reasons, and hand all to loggers with ``log_decisions``.
 
         Repeated decisions are routine: of each kind (the verb, and its reason apart from numbers) the first
         :data:`SAID` are printed. :data:`ALWAYS_SAID` names the verbs that are always printed.
         """
-        rows = [asdict(decision) for decision in self.module.control.decisions]
+        rows = [asdict(decision) for decision in self.module.control.decisions[self._written :]]
+        self._written += len(rows)
         listed = [logger for logger in self.module.loggers if hasattr(logger, "log_decisions")]
         for row in rows:
             kind = (row["verb"], NUMBERS.sub("#", row["reason"]))

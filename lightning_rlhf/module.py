@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lightning_rlhf.control import Control
 from lightning_rlhf.data import check_room
-from lightning_rlhf.data.groups import GroupNames
 from lightning_rlhf.distributed.parallel import agree_on_fields
 from lightning_rlhf.distributed.processes import together
 from lightning_rlhf.events import ExperienceStats, emit
@@ -240,9 +239,7 @@ class ActorCriticModule(LightningModule):
         numbers |= self._update_loop.metrics.compute() | self.update_metrics()
         numbers |= {"data/pass": max(prompts.passes), "rollout/drawn_late": float(self._rollouts.drawn_late)}
         log.write(numbers, update)
-        self.control.raise_if_failed()
-        if self.control.training_stopped:
-            self.trainer.should_stop = True
+        self._obey_stop()
 
     def generate(self, prompts: PromptBatch, *, greedy: bool = False) -> Rollout:
         """Responses of the engine's policy, on the module's device."""
@@ -285,10 +282,13 @@ class ActorCriticModule(LightningModule):
         self._evaluation.step(prompts)
 
     def on_validation_epoch_end(self) -> None:
-        """Log the means over all prompts of all ranks."""
+        """Log the means over all prompts of all ranks, and what callbacks report and decide on them."""
         numbers = self._evaluation.finish()
         self.log_dict(numbers)
         self.last_evaluation = self.control.iteration, numbers
+        self._logbook.write_decisions()
+        if self.trainer.state.fn == TrainerFn.FITTING:
+            self._obey_stop()
 
     # --- optimiser -----------------------------------------------------------------------------------------------
 
@@ -312,10 +312,7 @@ class ActorCriticModule(LightningModule):
     def setup(self, stage: str) -> None:
         """The embedded engine shares the actor's weights from here on; reward models move to the device."""
         names = getattr(getattr(self.trainer, "datamodule", None), "groups", None)
-        if isinstance(names, GroupNames):
-            self.groups.take(names.train, names.labels)
-        else:
-            self.groups.take((), {})
+        self.groups.take(getattr(names, "train", ()), getattr(names, "labels", {}))
         self.engine.setup(self.actor.lm, self.tokenizer)
         together(self._check_lengths)
         self.reward.to(self.trainer.strategy.root_device)  # the module itself moves there only after this
@@ -391,6 +388,12 @@ class ActorCriticModule(LightningModule):
         _, error = attempt(work)
         if error:
             raise OutOfMemory(f"{error}: lower module.update.score_tokens = {self.settings.update.score_tokens}")
+
+    def _obey_stop(self) -> None:
+        """End the run after this iteration and its checkpoint, or as a failure, if a callback asked for that."""
+        self.control.raise_if_failed()
+        if self.control.training_stopped:
+            self.trainer.should_stop = True
 
     def _set_logger_step(self, iteration: int) -> None:
         """Set the step that Lightning passes to loggers: it counts batches from 0, iterations count from 1."""

@@ -10,6 +10,7 @@ from lightning import Trainer
 
 from lightning_rlhf import precision, schema, warmup
 from lightning_rlhf.assembly import Parts, assemble, find_checkpoint, make_trainer
+from lightning_rlhf.checkpoint import IterationCheckpoint
 from lightning_rlhf.data.sources import DataError
 from lightning_rlhf.distributed.processes import is_first
 from lightning_rlhf.interruption import Signals
@@ -96,5 +97,8 @@ def closing_lines(parts: Parts, trainer: Trainer, before: dict[str, float], afte
             lines.append(f"held-out {name.replace('_', ' ')}: {start}{after[f'eval/{name}']:.2f}")
     if parts.module.control.training_stopped:
         lines.append(f"stopped early: {parts.module.control.training_stopped}")
+    for saver in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(saver, IterationCheckpoint) and saver.monitor is not None and saver.best_model_path:
+            lines.append(f"best checkpoint by {saver.monitor} ({saver.best_model_score:.4g}): {saver.best_model_path}")
     lines.append(f"output folder: {trainer.default_root_dir}")
     return lines + [line for told in tell(trainer.loggers, "closing_lines") for line in told]

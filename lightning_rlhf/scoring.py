@@ -44,12 +44,19 @@ def score_rewards(
         rollout: prompt-major, ``len(rollout) / len(prompts)`` samples of each.
         end_ids: end tokens of the model, beside the tokenizer's own.
     """
+    return score_batch(reward, reward_batch(tokenizer, prompts, rollout, end_ids), prompts, rollout)
+
+
+def reward_batch(
+    tokenizer: PreTrainedTokenizerBase, prompts: PromptBatch, rollout: Rollout, end_ids: Collection[int] = ()
+) -> RewardBatch:
+    """What a reward sees of the responses; the arguments are those of :func:`score_rewards`."""
     asked = prompts.repeat(len(rollout) // len(prompts))
     lengths = rollout.response_lengths.tolist()
     ids = [row[:length] for row, length in zip(rollout.response_ids.tolist(), lengths, strict=True)]
     texts, plain = as_written(tokenizer, ids, end_ids), tokenizer.batch_decode(ids, skip_special_tokens=True)
     finish = [Finish(code) for code in rollout.finish.tolist()]
-    batch = RewardBatch(
+    return RewardBatch(
         prompts=asked.texts,
         responses=texts,
         response_ids=ids,
@@ -58,8 +65,12 @@ def score_rewards(
         plain_responses=plain,
         keys=asked.keys,
     )
-    output = reward(batch)
-    experience = Experience.from_rollout(rollout, asked.texts, texts)
+
+
+def score_batch(reward: CompositeReward, batch: RewardBatch, prompts: PromptBatch, rollout: Rollout) -> Experience:
+    """Score what :func:`reward_batch` returned for these prompts and this rollout."""
+    output, asked = reward(batch), prompts.repeat(len(rollout) // len(prompts))
+    experience = Experience.from_rollout(rollout, batch.prompts, batch.responses)
     experience.prompt_group = asked.groups
     device = rollout.response_ids.device
     experience.scores = output.total.to(device)

@@ -8,14 +8,16 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lightning_rlhf.distributed.processes import gather_objects, place, together
+from lightning_rlhf.events import EvaluationStats, emit
 from lightning_rlhf.experience import Experience, Finish, PromptBatch
 from lightning_rlhf.functional.stats import largest_over_ranks
 from lightning_rlhf.metrics.batch import MetricBatch
 from lightning_rlhf.metrics.names import check
-from lightning_rlhf.scoring import score_rewards
+from lightning_rlhf.scoring import reward_batch, score_batch
 
 if TYPE_CHECKING:
     from lightning_rlhf.generation import RolloutSource
@@ -53,7 +55,7 @@ class Evaluation:
                 self._attempt(partial(self._answer, prompts))
 
     def finish(self) -> dict[str, float]:
-        """The means over all prompts of all ranks, by name (``eval/...``); the same on every rank.
+        """The means over all prompts of all ranks, and what callbacks report, by name; the same on every rank.
 
         Raises:
             Exception: of the first rank that had one.
@@ -68,16 +70,26 @@ class Evaluation:
         metrics = MetricBatch()
         for name in sorted(names):
             metrics.mean(name, torch.cat(self._numbers.get(name, [nothing])))
-        return metrics.compute()
+        return self._reported(metrics.compute())
 
     def _answer(self, prompts: PromptBatch) -> None:
         module = self._module
         rollout = module.generate(prompts, greedy=True)
-        answers = score_rewards(module.reward, module.tokenizer, prompts, rollout, module.end_ids)
+        batch = reward_batch(module.tokenizer, prompts, rollout, module.end_ids)
+        answers = score_batch(module.reward, batch, prompts, rollout)
         numbers = _numbers_of(answers) | _numbers_of_groups(answers, module.groups.labels)
         check(numbers)
         for name, values in numbers.items():
             self._numbers[name].append(values.float())
+        emit(module, "on_evaluation_scored", batch, answers)
+
+    def _reported(self, numbers: dict[str, float]) -> dict[str, float]:
+        """The numbers with those that callbacks report at the end of the evaluation."""
+        control, trainer = self._module.control, self._module.trainer
+        control.reported.clear()  # what was reported during the iteration is logged already
+        training = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
+        emit(self._module, "on_evaluation_end", EvaluationStats.of(control.iteration, training, numbers))
+        return numbers | control.reported
 
     def _another_batch(self, mine: bool) -> bool:
         """Whether any rank has another batch, if all must take part in it; else whether this rank has."""

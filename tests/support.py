@@ -159,6 +159,9 @@ class Recorder(RLHFCallback):
     def on_update_end(self, trainer: Any, module: Any, stats: Any) -> None:
         self.events.append(("on_update_end", stats))
 
+    def on_evaluation_end(self, trainer: Any, module: Any, stats: Any) -> None:
+        self.events.append(("on_evaluation_end", stats))
+
 
 def weights(module: ActorCriticModule) -> dict[str, torch.Tensor]:
     """A copy of every trained tensor."""
@@ -201,7 +204,7 @@ def part_of(module: ActorCriticModule, name: str) -> dict[str, torch.Tensor]:
 
 
 def resume_equals_whole(
-    folder: Path, callbacks: Callable[[], list[Callback]], module: Callable[[], ActorCriticModule]
+    folder: Path, callbacks: Callable[[], list[Callback]], module: Callable[[], ActorCriticModule], **trainer: Any
 ) -> list[Any]:
     """A run of four iterations and one resumed after its second end equal; returns the callbacks of the latter."""
     runs = []
@@ -209,7 +212,8 @@ def resume_equals_whole(
         own, checkpoint = callbacks(), IterationCheckpoint(str(folder), every_n_iterations=2, keep=None)
         trained = module()
         assert trained.iterations == 4
-        fit(trained, [*own, RNGState(), checkpoint], folder=folder, resume=resume, enable_checkpointing=True)
+        trainer |= {"folder": folder, "resume": resume, "enable_checkpointing": True}
+        fit(trained, [*own, RNGState(), checkpoint], **trainer)
         runs.append((trained, own))
     (whole, first), (resumed, second) = runs
     assert resumed.control.iteration == 4

@@ -162,6 +162,7 @@ TRAINER = ("devices", "precision", "deterministic", "enable_progress_bar", "enab
 RATES = "learning rates come with the model"
 LIGHTNING = "lightning.Trainer's own defaults are not the kit's"
 DEVIATIONS = {
+    ("callbacks/overoptimisation_stop", "callbacks.checkpoint.monitor"): "keeps the checkpoint that the stop names",
     ("data/arithmetic", "data.validation.split"): "one class builds both splits, and rows are mostly for training",
     ("data/arithmetic", "data.validation.size"): "enough to see a difference, few enough for seconds",
     ("data/arithmetic", "data.max_prompt_tokens"): "problems are short; a longer one is a mistake",

@@ -28,7 +28,8 @@ FLOORS: list[set[str]] = [
         "functional",
     }
     | {"metrics.names", "metrics.names_prompts", "metrics.names_ptx", "metrics.names_rollout_corr"}
-    | {"metrics.names_groups", "metrics.names_safety", "distributed.processes", "accelerators.device"},
+    | {"metrics.names_evaluation", "metrics.names_groups", "metrics.names_safety", "distributed.processes"}
+    | {"accelerators.device"},
     {"models", "rollout", "rewards", "data", "metrics", "memory", "snapshot", "distributed.parallel"},
     {"events", "mixins", "module", "ppo", "module_checkpoint", "update", "minibatches", "gradients", "objective"}
     | {"optimizer", "scoring", "screening", "generation", "validation", "logbook"},

@@ -92,9 +92,9 @@ def test_train_commands_compose(command: str, compose: Any, tmp_path: Path, monk
 def install_parts() -> ModuleType:
     """``my_parts.py`` of the docs, with all its blocks in one module."""
     module = ModuleType("my_parts")
-    for page in (ROOT / "docs" / "extending.md", ROOT / "docs" / "ptx.md"):
-        for block in blocks("python", page):
-            exec(compile(block, str(page), "exec"), module.__dict__)
+    for page in ("extending.md", "ptx.md", "overoptimisation.md"):
+        for block in blocks("python", ROOT / "docs" / page):
+            exec(compile(block, page, "exec"), module.__dict__)
     sys.modules["my_parts"] = module
     return module
 

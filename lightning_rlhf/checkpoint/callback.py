@@ -34,6 +34,7 @@ from lightning_rlhf.checkpoint.files import (
 )
 from lightning_rlhf.checkpoint.monitor import Monitored, evaluation_follows
 from lightning_rlhf.checkpoint.shards import read_checkpoint
+from lightning_rlhf.control import TrainingFailed
 from lightning_rlhf.distributed.processes import gather_objects
 from lightning_rlhf.functional.stats import largest_over_ranks
 from lightning_rlhf.interruption import Interrupted, signals
@@ -204,7 +205,7 @@ class IterationCheckpoint(Checkpoint):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save the end of the last iteration, if the weights have not changed since and it is not saved yet."""
         captured, self._captured = self._captured, None
-        if captured is None or self._saved >= self.iteration:
+        if captured is None or self._saved >= self.iteration or isinstance(exception, TrainingFailed):
             return
         together = trainer.world_size == 1 or getattr(exception, "on_every_rank", False)
         if captured.needs_all_ranks and not together:

@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Literal, get_args
 
+from lightning_rlhf.metrics.names_evaluation import EVALUATION
 from lightning_rlhf.metrics.names_groups import GROUPS
 from lightning_rlhf.metrics.names_prompts import PROMPTS
 from lightning_rlhf.metrics.names_ptx import PTX
@@ -29,7 +30,7 @@ REDUCTIONS = {
     "min": "smallest over all ranks and, during updates, over all minibatches",
     "steps": "reduced over all ranks within each minibatch, then the mean over the iteration's minibatches",
     "sum": "added up over all ranks",
-    "gathered": "percentile of the valid tokens of all ranks, which are gathered",
+    "gathered": "from the values of all ranks, which are gathered: a percentile of the valid tokens, a correlation",
     "once": "one number, the same on every rank; the value at the end of the iteration",
     "rank 0": "measured by the rank that logs",
 }
@@ -277,7 +278,7 @@ METRICS: list[Metric] = [
        "truncated_fraction, of greedy answers to the held-out prompts.", verl="val-core/<source>/<variable>/mean@N"),
 ]
 # fmt: on
-METRICS += [Metric(*row) for row in (*ROLLOUT_CORR, *SAFETY, *PROMPTS, *GROUPS)]
+METRICS += [Metric(*row) for row in (*ROLLOUT_CORR, *SAFETY, *PROMPTS, *GROUPS, *EVALUATION)]
 METRICS += [_m(f"ptx/{name}", unit, better, reduced, text) for name, unit, better, reduced, text in PTX]
 
 

@@ -4,6 +4,7 @@ from lightning_rlhf.rewards.base import Reward, RewardBatch, RewardError
 from lightning_rlhf.rewards.composite import CompositeReward, RewardOutput
 from lightning_rlhf.rewards.mathematics import MathExpression
 from lightning_rlhf.rewards.model_based import RewardModel
+from lightning_rlhf.rewards.stored import StoredScores
 from lightning_rlhf.rewards.verifiable import (
     CharacterMatch,
     ExactMatch,
@@ -25,4 +26,5 @@ __all__ = [
     "RewardError",
     "RewardModel",
     "RewardOutput",
+    "StoredScores",
 ]

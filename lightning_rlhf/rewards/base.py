@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch.utilities.memory import is_oom_error
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_rlhf.experience import Finish, prompt_key
 
@@ -84,43 +84,44 @@ class Reward(Protocol):
 
 
 def evaluate(name: str, reward: Reward, batch: RewardBatch) -> Tensor:
+    """The checked numbers of a term of the reward, see :func:`checked_scores`."""
+    return checked_scores(f"reward term {name!r}", reward, batch)
+
+
+def checked_scores(what: str, reward: Reward, batch: RewardBatch, *, gaps: bool = False) -> Tensor:
     """The checked numbers of a reward: ``[B]`` float32 on the CPU.
 
     Args:
-        name: of the term, for error messages.
-        reward: the term.
+        what: names the reward in error messages.
+        reward: scores the responses.
         batch: ``B`` responses.
+        gaps: NaN is allowed, for a response that was not scored.
 
     Raises:
-        RewardError: the term raised an exception, or did not return one finite number per response.
+        RewardError: the reward raised an exception, or did not return one finite number per response.
     """
-    result = _call(name, reward, batch)
+    result = _call(what, reward, batch)
     if isinstance(result, (str, bytes, Mapping, Set)):
         raise RewardError(
-            f"reward term {name!r}: a sequence of {len(batch)} numbers is wanted, not {type(result).__name__} "
-            f"{result!r:.80}"
+            f"{what}: a sequence of {len(batch)} numbers is wanted, not {type(result).__name__} {result!r:.80}"
         )
     if (shape := getattr(result, "shape", None)) is not None:  # a tensor or an array
         if len(shape) != 1:
-            raise RewardError(
-                f"reward term {name!r}: a tensor of shape [{len(batch)}] is wanted, not of shape {list(shape)}"
-            )
+            raise RewardError(f"{what}: a tensor of shape [{len(batch)}] is wanted, not of shape {list(shape)}")
         result = result.tolist()
     try:
         count = len(result)
     except TypeError:
-        raise RewardError(
-            f"reward term {name!r}: a sequence of {len(batch)} numbers is wanted, not {result!r:.80}"
-        ) from None
+        raise RewardError(f"{what}: a sequence of {len(batch)} numbers is wanted, not {result!r:.80}") from None
     if count != len(batch):
-        raise RewardError(f"reward term {name!r}: {count} numbers for {len(batch)} responses")
+        raise RewardError(f"{what}: {count} numbers for {len(batch)} responses")
     for i, value in enumerate(result):
-        if not _is_finite(value):
-            raise RewardError(f"reward term {name!r}: {value!r} is not a finite number, for {describe(batch, i)}")
+        if not (_is_finite(value) or (gaps and isinstance(value, float) and math.isnan(value))):
+            raise RewardError(f"{what}: {value!r} is not a finite number, for {describe(batch, i)}")
     return torch.tensor([float(value) for value in result], dtype=torch.float32)
 
 
-def _call(name: str, reward: Reward, batch: RewardBatch) -> Any:
+def _call(what: str, reward: Reward, batch: RewardBatch) -> Any:
     """Call the term; its exceptions become errors that name term and row."""
     try:
         result = reward(batch)
@@ -132,17 +133,23 @@ def _call(name: str, reward: Reward, batch: RewardBatch) -> Any:
             where, shown, row = "for the batch as a whole, though for none of its rows alone", error, None
         else:
             where, shown, row = f"for {describe(batch, found[0])}", found[1], batch.rows[found[0]]
-        failure = RewardError(f"reward term {name!r}: {in_words(shown, row)}, {where}")
+        failure = RewardError(f"{what}: {in_words(shown, row)}, {where}")
         failure.origin = "" if isinstance(shown, RewardError) else _origin(shown)
         raise failure from shown
     if inspect.isawaitable(result):
         if inspect.iscoroutine(result):
             result.close()
         raise RewardError(
-            f"reward term {name!r} is an async function; rewards are called outside of any event loop: give a plain "
+            f"{what} is an async function; rewards are called outside of any event loop: give a plain "
             "function that calls asyncio.run(...)"
         )
     return result
+
+
+def has_state(reward: Any) -> bool:
+    """Whether a reward can save and restore a state; not a PyTorch module, whose weights do not belong there."""
+    methods = (getattr(reward, name, None) for name in ("state_dict", "load_state_dict"))
+    return not isinstance(reward, nn.Module) and all(map(callable, methods))
 
 
 def in_words(error: Exception, row: Mapping[str, Any] | None) -> str:

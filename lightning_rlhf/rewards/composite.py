@@ -11,15 +11,17 @@ from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_rlhf.faults import Faults
-from lightning_rlhf.rewards.base import Reward, RewardBatch, RewardError, evaluate, in_words, origin
+from lightning_rlhf.rewards.base import Reward, RewardBatch, RewardError, evaluate, has_state, in_words, origin
 
 log = logging.getLogger(__name__)
 
-RESERVED = frozenset({"reward_mean", "response_length_mean", "truncated_fraction"})
-"""Metric names that evaluation uses itself, beside those of the terms."""
+RESERVED = frozenset(
+    {"reward_mean", "response_length_mean", "truncated_fraction", "gold_mean", "gold_spearman", "gold_coverage"}
+)
+"""Metric names that evaluation and its callbacks use themselves, beside those of the terms."""
 
 
 @dataclass(frozen=True)
@@ -116,13 +118,8 @@ class CompositeReward:
             log.warning("the checkpoint holds no state of %s: it starts afresh", ", ".join(fresh))
 
     def _with_state(self) -> dict[str, Any]:
-        """Rewards that can save and restore a state; not PyTorch modules, whose weights do not belong there."""
-        return {
-            name: term.reward
-            for name, term in self.terms.items()
-            if not isinstance(term.reward, nn.Module)
-            and all(callable(getattr(term.reward, method, None)) for method in ("state_dict", "load_state_dict"))
-        }
+        """Rewards that can save and restore a state."""
+        return {name: term.reward for name, term in self.terms.items() if has_state(term.reward)}
 
     def to(self, device: torch.device | str) -> CompositeReward:
         """Move reward models to ``device``."""

@@ -232,7 +232,8 @@ def files(config: Mapping[str, Any]) -> Iterator[Problem]:
     from lightning_rlhf.data.sources import READERS, resolve_path
 
     readers = {f"lightning_rlhf.data.{reader.__name__}" for reader in (*READERS.values(), TextSource)}
-    for key in ("data.train", "data.validation", "module.ptx.source", "callbacks.adaptive_ptx.text"):
+    read_by_callbacks = ("callbacks.adaptive_ptx.text", "callbacks.overoptimisation_stop.gold.rows")
+    for key in ("data.train", "data.validation", "module.ptx.source", *read_by_callbacks):
         source = get(config, key)
         if isinstance(source, Mapping) and source.get("_target_") in readers:
             key, source = f"{key}.path", source.get("path")

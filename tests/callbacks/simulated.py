@@ -18,7 +18,9 @@ from matplotlib.figure import Figure
 from lightning_rlhf import memory
 from lightning_rlhf.callbacks import CalibrationError, RLHFCallback
 from lightning_rlhf.control import Control
-from lightning_rlhf.events import EpochStats, ExperienceStats, MinibatchStats, UpdateStats
+from lightning_rlhf.events import EpochStats, EvaluationStats, ExperienceStats, MinibatchStats, UpdateStats
+from lightning_rlhf.experience import Finish
+from lightning_rlhf.rewards import RewardBatch
 from tests.support import experience_stats, minibatch_stats
 
 ITERATIONS = 60
@@ -40,7 +42,8 @@ def behaviour(callback: RLHFCallback, experience: Any, folder: Path, monkeypatch
     draw = random.Random(7)
     log = SimpleNamespace(log_table=lambda *table: seen.append(str(table)))
     module, trainer = simulated_module(seen, experience), SimpleNamespace(
-        default_root_dir=folder, is_global_zero=True, loggers=[log], callbacks=[callback]
+        default_root_dir=folder, is_global_zero=True, loggers=[log], callbacks=[callback], val_check_interval=1,
+        strategy=SimpleNamespace(root_device=torch.device("cpu")),
     )  # fmt: skip
     hooks: Any = callback
     with warnings.catch_warnings(record=True) as caught:
@@ -161,6 +164,18 @@ def simulate(callback: Any, trainer: Any, module: Any, experience: Any, iteratio
         )
         callback.on_update_end(trainer, module, update)
     callback.on_train_batch_end(trainer, module, None, None, 0)
+    callback.on_validation_epoch_start(trainer, module)
+    callback.on_evaluation_scored(trainer, module, simulated_answers(iteration), experience)
+    evaluated = EvaluationStats(iteration, True, reward_mean=0.5, response_length_mean=4.0, truncated_fraction=0.0)
+    callback.on_evaluation_end(trainer, module, evaluated)
+
+
+def simulated_answers(iteration: int) -> RewardBatch:
+    """As many answers as the experience has, on average longer than before until half of the run, then shorter."""
+    usual = min(iteration, ITERATIONS - iteration)
+    lengths = [1 + usual + i * iteration % 7 for i in range(16)]
+    answers = ["1" * length for length in lengths]
+    return RewardBatch([f"{i}=" for i in range(16)], answers, [[0]] * 16, [{}] * 16, [Finish.NATURAL] * 16)
 
 
 def simulated_samples(iteration: int, size: float, draw: random.Random) -> ExperienceStats:

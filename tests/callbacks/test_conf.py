@@ -26,6 +26,22 @@ def iterations(module: Any) -> float:
     return 100.0 - module.control.iteration
 
 
+def long(batch: Any) -> list[float]:
+    """A gold score."""
+    return [float(len(response)) for response in batch.responses]
+
+
+def longer_rows(batch: Any) -> list[float]:
+    """Another one."""
+    return [float(len(response) ** 2) for response in batch.responses]
+
+
+GOLD, OTHER_GOLD = (
+    {"_target_": f"tests.callbacks.test_conf.{name}", "_partial_": True} for name in ("long", "longer_rows")
+)
+NEEDED: dict[str, dict[str, Any]] = {"overoptimisation_stop": {"gold": GOLD}}
+"""What a file leaves to the user."""
+
 CHANGES: dict[str, dict[str, Any]] = {
     "adaptive_kl": {
         **{"target": 0.1, "mode": "doubling", "kp": 0.1, "ki": 0.1, "kd": 0.1, "smoothing": 0.5, "minimum": 0.02},
@@ -47,6 +63,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "length_curriculum": {"start": 4, "iterations": 3, "max_truncated": None},
     "lr_backoff": {"patience": 1, "factor": 0.9, "recovery": 1.0, "minimum": 0.5},
     "oom_guard": {"retry_after": 1, "high": 0.9, "low": 0.1, "length_step": 0.5, "min_new_tokens": 2},
+    "overoptimisation_stop": {
+        **{"gold": OTHER_GOLD, "patience": 1, "min_drop": 0.2, "standard_errors": 9.0, "min_spearman": 0.9},
+    },
     "prompt_monitor": {"window": 3, "z": 1.0, "min_visits": 5, "min_prompts": 9},
     "prompt_records": {"every_n_iterations": 7, "rows": 3},
     "template": {"score": 0.5, "patience": 1},
@@ -114,7 +133,7 @@ def test_every_key_is_in_the_table_of_changes(name: str) -> None:
 def test_every_key_changes_what_is_done(key: str, scored: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a simulated run; a value that is stored and read by nothing changes nothing."""
     name, _, own = key.partition(".")
-    before = block(name) | BESIDE.get(key, {})
+    before = block(name) | NEEDED.get(name, {}) | BESIDE.get(key, {})
     seen = []
     for number, settings in enumerate((before, before | {own: CHANGES[name][own]})):
         (tmp_path / str(number)).mkdir()
@@ -131,7 +150,7 @@ def test_the_simulated_run_is_the_same_each_time(
     seen = []
     for folder in (first, second):
         folder.mkdir()
-        seen.append(behaviour(make(block(name)), scored, folder, monkeypatch))
+        seen.append(behaviour(make(block(name) | NEEDED.get(name, {})), scored, folder, monkeypatch))
     assert seen[0] == seen[1]
 
 
@@ -164,9 +183,13 @@ def class_of(name: str) -> str:
     return block(name)["_target_"].rpartition(".")[2]
 
 
+BRINGS = {"overoptimisation_stop": {"checkpoint"}}
+"""Further blocks of a file."""
+
+
 @pytest.mark.parametrize("name", CHANGES)
 def test_each_file_works_alone_and_beside_a_group(compose: Any, name: str) -> None:
-    assert set(schema.check(compose(f"callbacks={name}"))["callbacks"]) == {name}
+    assert set(schema.check(compose(f"callbacks={name}"))["callbacks"]) == {name} | BRINGS.get(name, set())
     both = schema.check(compose(f"callbacks=[minimal,{name}]"))["callbacks"]
     assert set(both) == GROUPS["minimal"] | {name}
 
@@ -182,6 +205,7 @@ ACTING: dict[str, dict[str, Any]] = {
     "calibrate": {"every": 1},
     **{name: {} for name in ("adaptive_kl", "advantage_vanish", "alp_figures", "efficiency_stop", "kl_guard")},
     **{name: {} for name in ("gradient_monitor", "samples_table")},
+    "overoptimisation_stop": {"gold": GOLD},
     "prompt_monitor": {"min_visits": 2, "min_prompts": 3, "z": 0.1},
     "prompt_records": {},
 }
@@ -199,7 +223,8 @@ def test_all_callbacks_in_one_run_in_any_order(tmp_path: Path, monkeypatch: pyte
     ptx = {"source": [{"text": "1+1=2 " * 50}], "length": 16, "tokens_per_step": 32, "held_out": 2}
     module = tiny_module(iterations=3, kl={"coefficient": 0.1}, alp={}, ptx=ptx, loss=narrow)
     ordered = list(own.values())[::-1] if reverse else list(own.values())
-    trainer = fit(module, [*ordered, recorder], folder=tmp_path, logger=log)
+    evaluating = {"limit_val_batches": 1.0, "val_check_interval": 1}
+    trainer = fit(module, [*ordered, recorder], folder=tmp_path, logger=log, **evaluating)
     assert module.control.iteration == 3
     samples = [stats for _, stats in recorder.of("on_experience_ready")]
     assert [row[0] for row in own["adaptive_kl"].history] == [1, 2, 3]
@@ -220,4 +245,5 @@ def test_all_callbacks_in_one_run_in_any_order(tmp_path: Path, monkeypatch: pyte
     assert {"adaptive_kl.png", "alp_sigma_000003.png"} <= pictures
     assert (tmp_path / "samples" / "iteration_000001.jsonl").is_file()
     assert len(own["prompt_monitor"].statistics) > 8
+    assert [check[0] for check in own["overoptimisation_stop"].history] == [1, 2, 3]
     assert len(list((tmp_path / "prompts").rglob("*.parquet"))) == 3
