@@ -158,7 +158,7 @@ def _train(arguments: list[str]) -> None:
         quiet_libraries()  # the run may use vLLM, and its checkpoint is read by torch
         from lightning_rlhf.runs.resume import from_command
 
-        arguments, resumption = from_command(arguments, f"outputs/{name}" if name else None)
+        arguments, resumption = from_command(arguments, name and f"outputs/{name}")
     if name and not any(word.startswith("hydra.run.dir=") for word in arguments):
         arguments = [f"hydra.run.dir=outputs/{name}", f"hydra.sweep.dir=multirun/{name}", *arguments]
     try:

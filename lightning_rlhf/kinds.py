@@ -52,7 +52,7 @@ def scalar_text(value: Any) -> str | None:
     if isinstance(value, Integral):
         return str(int(value))
     if isinstance(value, Real) and math.isfinite(value):
-        return str(int(value)) if float(value).is_integer() else repr(float(value))
+        return str(int(float(value))) if float(value).is_integer() else repr(float(value))
     return None
 
 
