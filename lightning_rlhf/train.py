@@ -7,11 +7,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_rlhf import schema
 from lightning_rlhf.assembly import building, newest_checkpoint
 from lightning_rlhf.distributed import launch
+from lightning_rlhf.distributed.orphans import ends_with_parent
 from lightning_rlhf.distributed.processes import is_first
 from lightning_rlhf.reporting.terminal import run_log, say
 from lightning_rlhf.run import run
@@ -46,6 +48,8 @@ def train(
         folder = value_in(config, "output_dir") or resumption.run or resumption.checkpoint.parent
         plain = schema.check(OmegaConf.create(resumption.settings_in(folder)))
     with ExitStack() as locks:
+        if TorchElasticEnvironment.detect():  # torchrun may be killed, and its processes are not
+            locks.enter_context(ends_with_parent())
         if is_first():
             _begin(plain, resumption, composition or Composition(), locks)
             with run_log(plain["output_dir"], first=True):

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
@@ -114,28 +114,25 @@ def refuse_a_second_run(*folders: str | Path | None) -> None:
                 )
 
 
+_COMMAND, _TRAINER = 0, 1
+"""Bytes of the lock file: one is locked by the command, one by the first of the processes that it has started."""
+
+
 @contextmanager
 def locked(folder: str | Path) -> Iterator[None]:
     """Lock the folder against other training processes; the lock ends with the process, however it ends.
 
     Raises:
-        InputError: another process holds the lock.
+        InputError: another process holds the lock, or trains in the folder (:func:`trained_here`).
     """
     path = Path(folder).absolute() / LOCK
     if path in _held:  # the operating system's lock does not exclude the process that holds it
         raise InputError(f"{path.parent}: a run of this process is at work in this folder")
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+") as file:
-        try:
-            # A lock of the process, not of the open file: forked processes do not keep it alive.
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            file.seek(0)
-            who = file.read().strip() or "elsewhere"
-            raise InputError(
-                f"{path.parent}: another run is at work in this folder ({who}); "
-                "wait for its end, or take another folder with hydra.run.dir=FOLDER"
-            ) from error
+        for byte in (_TRAINER, _COMMAND):
+            _lock(file, byte)
+        fcntl.lockf(file, fcntl.LOCK_UN, 1, _TRAINER)
         _held.add(path)
         try:
             file.truncate(0)
@@ -144,6 +141,40 @@ def locked(folder: str | Path) -> Iterator[None]:
             yield
         finally:
             _held.discard(path)
+
+
+@contextmanager
+def trained_here(folder: str | Path, *, first: bool) -> Iterator[None]:
+    """In a process that the command has started: the folder stays locked until it ends, if the command ends before it.
+
+    Args:
+        folder: of the run.
+        first: whether this is rank 0; other processes lock nothing.
+
+    Raises:
+        InputError: the first process of another start still trains there.
+    """
+    if not first:
+        yield
+        return
+    with (Path(folder).absolute() / LOCK).open("a+") as file:
+        _lock(file, _TRAINER)
+        file.write(f"its first process {os.getpid()}\n")
+        file.flush()
+        yield
+
+
+def _lock(file: IO[str], byte: int) -> None:
+    try:
+        # A lock of the process, not of the open file: forked processes do not keep it alive.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+    except OSError as error:
+        file.seek(0)
+        who = ", ".join(file.read().split("\n")).strip(", ") or "elsewhere"
+        raise InputError(
+            f"{Path(file.name).parent}: another run is at work in this folder ({who}); "
+            "wait for its end, or take another folder with hydra.run.dir=FOLDER"
+        ) from error
 
 
 # --- its starts ------------------------------------------------------------------------------------------------------
