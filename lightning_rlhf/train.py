@@ -18,10 +18,12 @@ from lightning_rlhf.distributed.processes import is_first
 from lightning_rlhf.reporting.terminal import run_log, say
 from lightning_rlhf.run import run
 from lightning_rlhf.runs import folder as run_folder
+from lightning_rlhf.runs.ending import failing
 from lightning_rlhf.runs.recompose import Composition
 from lightning_rlhf.runs.resume import Resumption, planned, planned_from, value_in
 
 
+@failing()
 def train(
     config: DictConfig, *, resumption: Resumption | None = None, composition: Composition | None = None
 ) -> dict[str, float]:

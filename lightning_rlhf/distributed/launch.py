@@ -133,7 +133,16 @@ def start(config: Mapping[str, Any], processes: int) -> dict[str, float]:
         for name in environment:
             os.environ.pop(name)
         os.environ |= {name: before[name] for name in environment if name in before}
-    result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+    return _result(config, folder)
+
+
+def _result(config: Mapping[str, Any], folder: Path) -> dict[str, float]:
+    """What the first process has written, once all have ended with exit code 0."""
+    if not (folder / RESULT).exists():  # some code has called os._exit(0)
+        reason = "process 0 ended with exit code 0 in the middle of the training"
+        end_as_failed(folder, reason)
+        raise RunFailed("\n".join([f"training has ended: {reason}", *how_to_go_on(config)]))
+    result: dict[str, float] = json.loads((folder / RESULT).read_text(encoding="utf-8"))
     if INTERRUPTED in result:
         raise Interrupted(int(result[INTERRUPTED]), told=True)
     return result
