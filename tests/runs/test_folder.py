@@ -108,6 +108,8 @@ def test_starts_are_kept_and_the_first_configuration_stays(tmp_path: Path) -> No
         file.write('{"start": 3, "ov')  # killed meanwhile
     assert [(r["start"], r["overrides"]) for r in starts(tmp_path)] == [(1, ["seed=1"]), (2, ["seed=2"])]
     note_start(tmp_path, {"overrides": ["seed=3"]}, {"seed": 3})  # stands on a line of its own
+    with (tmp_path / "starts.jsonl").open("a") as file:
+        file.write('[1]\n"typed"\n7\nnull\n')  # no starts
     assert [(r["start"], r["overrides"]) for r in starts(tmp_path)][1:] == [(2, ["seed=2"]), (3, ["seed=3"])]
     assert (tmp_path / ".hydra" / "config.yaml").read_text() == "seed: 1\n"
     assert (tmp_path / ".hydra" / "start_2" / "config.yaml").read_text() == "seed: 2\n"
