@@ -54,9 +54,9 @@ def _run(plain: dict[str, Any]) -> dict[str, float]:
             refuse_other_model(parts.module, trainer, checkpoint)
             tell(trainer.loggers, "log_start", read_settings(checkpoint)[1])
         log_config(trainer.loggers, plain)
-        # A resumed run loads its weights only in ``fit``.
-        before = held_out(trainer, parts) if checkpoint is None else {}
         try:
+            # A resumed run loads its weights only in ``fit``.
+            before = held_out(trainer, parts) if checkpoint is None else {}
             trainer.fit(parts.module, datamodule=parts.datamodule, ckpt_path=checkpoint, weights_only=True)
         except DataError as error:
             raise schema.InputError(str(error)) from error

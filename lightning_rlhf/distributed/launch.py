@@ -44,6 +44,9 @@ FILE = "launch.json"
 RESULT = "metrics.json"
 """In the output folder: the last value of every metric, from the first process."""
 
+INVALID = 2
+"""Exit code of a process that has refused its input."""
+
 INTERRUPTED = "interrupted"
 """The only key of that file where a signal has ended the run: its number."""
 
@@ -95,6 +98,7 @@ def start(config: Mapping[str, Any], processes: int) -> dict[str, float]:
         What the first process returned.
 
     Raises:
+        InputError: a process refused its input; it has printed why.
         RunFailed: a process failed; it has printed why.
         Interrupted: SIGINT, SIGTERM or SIGHUP; the processes have ended between two iterations, or at once after a
             second one.
@@ -127,7 +131,8 @@ def start(config: Mapping[str, Any], processes: int) -> dict[str, float]:
         # If a process was killed, the others report only a lost connection.
         end_as_failed(folder, reason, is_cause=first.exitcode < 0)
         said = f"training has ended: {reason}. What it said is above"
-        raise RunFailed("\n".join([said, *how_to_go_on(config)])) from failure
+        refused = first.exitcode == INVALID
+        raise (InputError if refused else RunFailed)("\n".join([said, *how_to_go_on(config)])) from failure
     finally:
         quiet.setLevel(level)
         for name in environment:
@@ -189,7 +194,7 @@ def main(file: str) -> int:
             metrics = run(check(OmegaConf.create(json.loads(Path(file).read_text(encoding="utf-8")))))
     except InputError as error:
         print(f"process {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)
-        return 2
+        return INVALID
     except Interrupted as stop:
         if not stop.on_every_rank:
             return 128 + stop.signum
