@@ -98,14 +98,14 @@ def ignore_nothing() -> None:
 class Command:
     """A command in a process of its own, in a folder; its output goes to files."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, program: tuple[str, ...] = ("lightning-rlhf",)) -> None:
         self.folder = folder
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD_SIZE", "TORCHELASTIC"))}
         for leftover in folder.glob("reached_*"):
             leftover.unlink()
         with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
             self.process = subprocess.Popen(
-                [str(BIN / "lightning-rlhf"), *arguments],
+                [str(BIN / program[0]), *program[1:], *arguments],
                 cwd=folder,
                 stdout=out,
                 stderr=err,
@@ -300,11 +300,18 @@ def test_two_processes_agree_where_they_stop(folder: Path, event: str, left: lis
     assert status(folder) == "KILLED"
 
 
+TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node=2", "-m", "lightning_rlhf.cli")
+
+
 @pytest.mark.slow
-def test_processes_whose_command_was_killed_end_and_leave_the_folder_to_the_next_start(folder: Path) -> None:
+@pytest.mark.parametrize("program", [("lightning-rlhf",), TORCHRUN], ids=["own", "torchrun"])
+def test_processes_whose_command_was_killed_end_and_leave_the_folder_to_the_next_start(
+    folder: Path, program: tuple[str, ...]
+) -> None:
     """Nothing can tell them to stop, and they would go on beside the run that is started again."""
-    words = ["warmup=none", "logger=none", "trainer=ddp", "trainer.devices=2"]
-    run = train(folder, *words, waits("update", 3, "for ever"))
+    words = ["hydra.run.dir=run", "iterations=5", *TINY, "warmup=none", "logger=none"]
+    two = ["trainer=ddp", "trainer.devices=2", waits("update", 3, "for ever")]
+    run = Command(folder, "train", *words, *two, program=program)
     run.reached(ranks=2)
     ranks = [int((folder / f"reached_{rank}").read_text()) for rank in range(2)]
     run.process.kill()
