@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.accelerators.npu import trainer_objects
 from lightning_rlhf.checkpoint import CheckpointError, RNGState, latest_valid, verify, warn_about_model_checkpoint
-from lightning_rlhf.checkpoint.files import is_sharded
+from lightning_rlhf.checkpoint.files import STATE, is_sharded
 from lightning_rlhf.checkpoint.shards import read_checkpoint
 from lightning_rlhf.data import PromptDataModule, check_room
 from lightning_rlhf.data.groups import GroupNames
@@ -33,7 +33,7 @@ from lightning_rlhf.quiet import quiet_loading
 from lightning_rlhf.reporting import blocks_of
 from lightning_rlhf.reporting.progress import ProgressLines
 from lightning_rlhf.rollout import RolloutEngine
-from lightning_rlhf.runs.folder import kept_elsewhere
+from lightning_rlhf.runs.folder import kept_elsewhere, refuse_another_runs
 from lightning_rlhf.schema import NOT_HANDED_OVER, InputError
 from lightning_rlhf.schema.batch_sizes import settings_of
 from lightning_rlhf.schema.locate import locate
@@ -230,9 +230,20 @@ def find_checkpoint(where: str) -> Path:
 
 
 def newest_checkpoint(run: str | Path) -> Path | None:
-    """The newest whole checkpoint of the run in this folder; the run may keep its checkpoints in another one."""
+    """The newest whole checkpoint of the run in this folder; the run may keep its checkpoints in another one.
+
+    Raises:
+        InputError: another run has written the newest one in that other folder.
+    """
     elsewhere = kept_elsewhere(run)
-    return (latest_valid(elsewhere) if elsewhere else None) or latest_valid(Path(run) / "checkpoints")
+    found = latest_valid(elsewhere) if elsewhere else None
+    if found is None:
+        return latest_valid(Path(run) / "checkpoints")
+    file = found / STATE if found.is_dir() else found
+    content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    settings = content.get("lightning_rlhf", {}).get("run_config") or {}
+    refuse_another_runs(run, found, settings.get("output_dir", run))
+    return found
 
 
 def load_checkpoint(where: str) -> tuple[Path, dict[str, Any]]:

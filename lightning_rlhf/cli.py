@@ -351,15 +351,16 @@ def _broken_package(error: Exception) -> str | None:
 
 @contextmanager
 def _folder_made(begun: Sequence[bool]) -> Iterator[None]:
-    """Say so if Hydra cannot make the folder, which it does before the run begins (``begun`` is empty)."""
+    """Say so if Hydra cannot make folder or log file, which it does before the run begins (``begun`` is empty)."""
     from hydra.errors import HydraException
 
     try:
         yield
-    except OSError as error:
-        if begun or isinstance(error, HydraException):  # some of Hydra's errors are OSErrors, too
+    except (OSError, ValueError) as error:  # a ValueError of Python's logging for its file
+        cause = error if isinstance(error, OSError) else error.__cause__
+        if begun or isinstance(error, HydraException) or not isinstance(cause, OSError):  # some of Hydra's are OSErrors
             raise
-        raise InputError(f"the run's folder cannot be made: {error}") from error
+        raise InputError(f"the run's folder cannot be made: {cause}") from error
 
 
 @contextmanager

@@ -10,10 +10,12 @@ from omegaconf import OmegaConf
 
 from lightning_rlhf import precision, schema
 from lightning_rlhf.assembly import assemble, load_checkpoint, make_trainer
+from lightning_rlhf.runs.ending import failing
 from lightning_rlhf.runs.recompose import Composition
 from lightning_rlhf.runs.resume import planned
 
 
+@failing()
 def evaluate_checkpoint(checkpoint: str, overrides: Sequence[str] = ()) -> dict[str, float]:
     """Greedy answers to the held-out prompts, scored by every term of the run's reward; prints and returns them.
 

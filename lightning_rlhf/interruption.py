@@ -125,6 +125,15 @@ class Signals:
 _active: list[Signals] = []
 
 
+def from_signal(error: BaseException) -> bool:
+    """Whether a signal raised this exception, and not a ``sys.exit`` or a KeyboardInterrupt of some code.
+
+    While :class:`Signals` has handlers installed, a signal raises :class:`Interrupted`.
+    """
+    handled = any(active._former for active in _active)
+    return isinstance(error, SIGTERMException) or (isinstance(error, KeyboardInterrupt) and not handled)
+
+
 def signals() -> Signals:
     """The innermost active context; without one, a context that never receives a signal."""
     return _active[-1] if _active else Signals()

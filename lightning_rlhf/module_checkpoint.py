@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from lightning_rlhf.logbook import Logbook
     from lightning_rlhf.module import ActorCriticModule
     from lightning_rlhf.update import UpdateLoop
+
+
+log = logging.getLogger(__name__)
 
 
 class ModuleState:
@@ -41,7 +45,7 @@ class ModuleState:
             "run_config": module.run_config,
             "warm_up": module.warm_up,
             "reference_fingerprint": self.reference_fingerprint(),
-            "rewards": module.reward.state_dict(),
+            "rewards": gather_objects(module.reward.state_dict()),
             "groups": module.groups.state_dict(),
             "rollout_ahead": gather_objects(self._rollouts.state_dict()),
         }
@@ -60,13 +64,25 @@ class ModuleState:
         self._module.control.load_state_dict(saved["control"])
         self._update.load_state_dict(saved["update"])
         self._logbook.progress = dict(saved["progress"])
-        self._module.reward.load_state_dict(saved.get("rewards", {}))  # earlier releases saved none
         self._module.groups.load_state_dict(saved.get("groups", {}))
         rank, world = place()
+        self._load_rewards(saved.get("rewards", {}), rank, world)
         if len(saved["rollout_ahead"]) == world:  # otherwise the next rollout is generated when needed
             self._rollouts.load_state_dict(saved["rollout_ahead"][rank])
         if isinstance(reference, nn.Module):
             checkpoint["state_dict"].update(reference.state_dict(prefix="reference."))
+
+    def _load_rewards(self, saved: list[dict[str, Any]] | dict[str, Any], rank: int, world: int) -> None:
+        """Restore the state of this rank's rewards; earlier releases saved none, or that of rank 0 alone."""
+        states = saved if isinstance(saved, list) else [saved]
+        alike = len(states) == world
+        if not alike and rank == 0 and any(states):
+            log.warning(
+                "the checkpoint holds the states of the rewards of %d process%s, and this run has %d: each goes on "
+                "with that of rank 0, which has seen only its own share of the responses",
+                *(len(states), "es" * (len(states) > 1), world),
+            )
+        self._module.reward.load_state_dict(states[rank if alike else 0])
 
     def refuse_other_reference(self, saved: Mapping[str, Any]) -> None:
         """Compare the reference model with the one of a saved state.

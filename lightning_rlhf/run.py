@@ -16,7 +16,7 @@ from lightning_rlhf.distributed.processes import is_first
 from lightning_rlhf.interruption import Signals
 from lightning_rlhf.reporting import log_config, tell
 from lightning_rlhf.reporting.terminal import run_log, say
-from lightning_rlhf.runs.ending import told
+from lightning_rlhf.runs.ending import failing, told
 from lightning_rlhf.runs.refusal import refuse_other_data, refuse_other_model
 from lightning_rlhf.runs.resume import read_settings
 
@@ -34,8 +34,9 @@ def run(plain: dict[str, Any]) -> dict[str, float]:
         InputError: a part cannot be built as configured.
         Interrupted: SIGINT, SIGTERM or SIGHUP; a checkpoint was written if anything was trained.
         TrainingFailed: a callback has found the run to be broken.
+        CodeEnded: code of the run has raised SystemExit or the like.
     """
-    with Signals(), run_log(plain["output_dir"], first=is_first()), told(plain, speaks=is_first()):
+    with Signals(), run_log(plain["output_dir"], first=is_first()), told(plain, speaks=is_first()), failing():
         return _run(plain)
 
 
@@ -54,9 +55,9 @@ def _run(plain: dict[str, Any]) -> dict[str, float]:
             refuse_other_model(parts.module, trainer, checkpoint)
             tell(trainer.loggers, "log_start", read_settings(checkpoint)[1])
         log_config(trainer.loggers, plain)
-        # A resumed run loads its weights only in ``fit``.
-        before = held_out(trainer, parts) if checkpoint is None else {}
         try:
+            # A resumed run loads its weights only in ``fit``.
+            before = held_out(trainer, parts) if checkpoint is None else {}
             trainer.fit(parts.module, datamodule=parts.datamodule, ckpt_path=checkpoint, weights_only=True)
         except DataError as error:
             raise schema.InputError(str(error)) from error

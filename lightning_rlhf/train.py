@@ -7,19 +7,23 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_rlhf import schema
 from lightning_rlhf.assembly import building, newest_checkpoint
 from lightning_rlhf.distributed import launch
+from lightning_rlhf.distributed.orphans import ends_with_parent
 from lightning_rlhf.distributed.processes import is_first
 from lightning_rlhf.reporting.terminal import run_log, say
 from lightning_rlhf.run import run
 from lightning_rlhf.runs import folder as run_folder
+from lightning_rlhf.runs.ending import failing
 from lightning_rlhf.runs.recompose import Composition
 from lightning_rlhf.runs.resume import Resumption, planned, planned_from, value_in
 
 
+@failing()
 def train(
     config: DictConfig, *, resumption: Resumption | None = None, composition: Composition | None = None
 ) -> dict[str, float]:
@@ -46,6 +50,8 @@ def train(
         folder = value_in(config, "output_dir") or resumption.run or resumption.checkpoint.parent
         plain = schema.check(OmegaConf.create(resumption.settings_in(folder)))
     with ExitStack() as locks:
+        if TorchElasticEnvironment.detect():  # torchrun may be killed, and its processes are not
+            locks.enter_context(ends_with_parent())
         if is_first():
             _begin(plain, resumption, composition or Composition(), locks)
             with run_log(plain["output_dir"], first=True):
@@ -82,20 +88,27 @@ def _planned(config: DictConfig, composition: Composition | None) -> Resumption 
 
 
 def _begin(plain: dict[str, Any], resumption: Resumption | None, composition: Composition, locks: ExitStack) -> None:
-    """Lock the output folder for this run, and record the start there."""
-    folder = Path(plain["output_dir"])
+    """Lock the output folder for this run, and that of its checkpoints, and record the start there."""
+    folder = Path(plain["output_dir"]).absolute()
     locks.enter_context(run_folder.locked(folder))
     checkpoints = run_folder.checkpoint_folder(plain)
-    elsewhere = {} if checkpoints.is_relative_to(folder.absolute()) else {"checkpoints": str(checkpoints)}
-    if resumption is None:
-        run_folder.refuse_a_second_run(folder, schema.get(plain, "callbacks.checkpoint.dirpath"))
-        run_folder.note_start(folder, {"typed": list(composition.overrides), **composition.plain(), **elsewhere})
-        return
-    if resumption.branch and elsewhere and checkpoints == resumption.checkpoint.absolute().parent:
+    elsewhere = {} if checkpoints.is_relative_to(folder) else {"checkpoints": str(checkpoints)}
+    kept = None if resumption is None else resumption.checkpoint.absolute().parent
+    if resumption is not None and resumption.branch and elsewhere and checkpoints == kept:
         raise schema.InputError(
             f"callbacks.checkpoint.dirpath = {str(checkpoints)!r} is where the run keeps its checkpoints, and a branch "
             "would set them aside: give it a folder of its own, callbacks.checkpoint.dirpath=FOLDER"
         )
-    if resumption.run is not None and not resumption.branch and resumption.run != folder.absolute():
-        locks.enter_context(run_folder.locked(resumption.run))
+    others: dict[Path, str] = {}
+    if resumption is not None and resumption.run is not None and not resumption.branch:
+        others[resumption.run.absolute()] = "hydra.run.dir"
+    if elsewhere and ":/" not in str(checkpoints):  # an address (s3://...) is left to Lightning's writer
+        others.setdefault(run_folder.owner_of(checkpoints), "callbacks.checkpoint.dirpath")
+    others.pop(folder, None)
+    for other, key in others.items():
+        locks.enter_context(run_folder.locked(other, key))
+    if resumption is None:
+        run_folder.refuse_a_second_run(folder, schema.get(plain, "callbacks.checkpoint.dirpath"))
+        run_folder.note_start(folder, {"typed": list(composition.overrides), **composition.plain(), **elsewhere})
+        return
     run_folder.note_start(folder, resumption.record() | elsewhere, plain)

@@ -391,6 +391,13 @@ def test_a_refused_start_leaves_no_folder_but_one_that_was_named(elsewhere, caps
     assert (elsewhere / "mine" / ".hydra").exists()
 
 
+def test_a_folder_in_place_of_the_log_file_is_one_screen(elsewhere, capsys):
+    (elsewhere / "run" / "train.log").mkdir(parents=True)
+    assert cli.main(["train", "hydra.run.dir=run"]) == 2
+    error = capsys.readouterr().err
+    assert f"{elsewhere}/run/train.log" in error and "Is a directory" in error and one_screen(error), error
+
+
 def test_full_traceback_on_request(run_tiny, capsys, monkeypatch):
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     assert run_tiny("model.source.heads=3") == 2

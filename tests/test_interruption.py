@@ -66,12 +66,12 @@ class Waits(RLHFCallback):
     def at(self, event, module):
         if (event, module.control.iteration) != (self.event, self.iteration) or Path("go_on").exists():
             return
-        Path(f"reached_{os.environ.get('RANK', '0')}").touch()
+        Path(f"reached_{os.environ.get('RANK', '0')}").write_text(str(os.getpid()))
         while self.until == "for ever" or not signals().received:
             time.sleep(0.02)
 
 def warm_up(**arguments):
-    Path("reached_0").touch()
+    Path("reached_0").write_text(str(os.getpid()))
     while True:
         time.sleep(0.02)
 '''
@@ -98,14 +98,14 @@ def ignore_nothing() -> None:
 class Command:
     """A command in a process of its own, in a folder; its output goes to files."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, program: tuple[str, ...] = ("lightning-rlhf",)) -> None:
         self.folder = folder
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD_SIZE", "TORCHELASTIC"))}
         for leftover in folder.glob("reached_*"):
             leftover.unlink()
         with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
             self.process = subprocess.Popen(
-                [str(BIN / "lightning-rlhf"), *arguments],
+                [str(BIN / program[0]), *program[1:], *arguments],
                 cwd=folder,
                 stdout=out,
                 stderr=err,
@@ -121,7 +121,8 @@ class Command:
             time.sleep(0.02)
 
     def reached(self, ranks: int = 1) -> None:
-        self.wait_for(lambda: all((self.folder / f"reached_{rank}").exists() for rank in range(ranks)))
+        files = [self.folder / f"reached_{rank}" for rank in range(ranks)]
+        self.wait_for(lambda: all(file.exists() and file.read_text() for file in files))
 
     def send(self, signum: int) -> None:
         self.process.send_signal(signum)
@@ -297,6 +298,42 @@ def test_two_processes_agree_where_they_stop(folder: Path, event: str, left: lis
     assert run.said.count("to go on: lightning-rlhf train resume=") == 1
     assert not (folder / "run" / "stop_request").exists()
     assert status(folder) == "KILLED"
+
+
+TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node=2", "-m", "lightning_rlhf.cli")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [("lightning-rlhf",), TORCHRUN], ids=["own", "torchrun"])
+def test_processes_whose_command_was_killed_end_and_leave_the_folder_to_the_next_start(
+    folder: Path, program: tuple[str, ...]
+) -> None:
+    """Nothing can tell them to stop, and they would go on beside the run that is started again."""
+    words = ["hydra.run.dir=run", "iterations=5", *TINY, "warmup=none", "logger=none"]
+    two = ["trainer=ddp", "trainer.devices=2", waits("update", 3, "for ever")]
+    run = Command(folder, "train", *words, *two, program=program)
+    run.reached(ranks=2)
+    ranks = [int((folder / f"reached_{rank}").read_text()) for rank in range(2)]
+    run.process.kill()
+    run.process.wait()
+    deadline = time.monotonic() + SECONDS
+    while any(alive(rank) for rank in ranks):
+        assert time.monotonic() < deadline, f"still there\n{run.said}"
+        time.sleep(0.02)
+    assert run.said.count(f"process {run.process.pid}, which started it, is gone: it ends, too") == 2
+    (folder / "go_on").touch()
+    again = Command(folder, "train", f"resume={folder}/run")
+    assert again.end() == 0, again.said
+    assert kept(folder / "run" / "checkpoints")[-1] == 5
+
+
+def alive(process: int) -> bool:
+    """Whether it runs; one that has ended stays as a zombie where nobody waits for it."""
+    status = Path(f"/proc/{process}/stat")
+    try:
+        return status.read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 @pytest.mark.slow

@@ -13,12 +13,13 @@ from lightning import LightningDataModule, Trainer
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.bounds import bounded
-from lightning_rlhf.data.fingerprint import held_out, held_out_difference, rendering
+from lightning_rlhf.data.fingerprint import difference_of_ranks, held_out, held_out_difference, in_short, rendering
 from lightning_rlhf.data.groups import GroupColumn, GroupNames
 from lightning_rlhf.data.lists import PromptLists
 from lightning_rlhf.data.loaders import PromptLoader, PromptStream, ValidationLoader
 from lightning_rlhf.data.prompts import MESSAGES_KEY, EncodedPrompts, Prompt, PromptEncoder, numbered
 from lightning_rlhf.data.sources import SOURCE_KEY, DataError, listed, open_source, read_rows
+from lightning_rlhf.distributed.processes import gather_objects
 from lightning_rlhf.experience import PromptBatch
 from lightning_rlhf.faults import Faults
 
@@ -177,7 +178,11 @@ class PromptDataModule(LightningDataModule):
     # --- Lightning -----------------------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
-        """Read and tokenise the data (once); a fit begins at the first batch unless it resumes a checkpoint."""
+        """Read and tokenise the data (once); a fit begins at the first batch unless it resumes a checkpoint.
+
+        Raises:
+            DataError: the data cannot be used, or the processes of a run have read different data.
+        """
         prompts = self.train_prompts
         if stage == "fit":
             rank, world = self._place()
@@ -191,6 +196,22 @@ class PromptDataModule(LightningDataModule):
             )
             self._loader = PromptLoader(prompts, stream, self.iterations, rendering=self._rendering(prompts))
             self._held_out = held_out(self.validation_prompts)
+        self._refuse_different_ranks()
+
+    def _refuse_different_ranks(self) -> None:
+        """Every process reads the data by itself, and takes its share of the batches of all.
+
+        Raises:
+            DataError: on every rank, if they have read different data.
+        """
+        if self._loader is None:
+            return
+        ranks = gather_objects(in_short(self._loader.fingerprint, self._held_out))
+        if found := difference_of_ranks(ranks):
+            raise DataError(
+                f"data: the processes of this run have read different data. {found}. All need the same rows in "
+                "the same order: each takes its own share of every batch"
+            )
 
     def train_dataloader(self) -> PromptLoader:
         if self._loader is None:

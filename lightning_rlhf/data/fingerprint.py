@@ -100,6 +100,51 @@ def held_out_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> st
     return f"other held-out rows, though as many ({now['prompts']})" if before["rows"] != now["rows"] else ""
 
 
+# --- several processes -----------------------------------------------------------------------------------------------
+
+
+def in_short(data: Mapping[str, Any], held_out: Mapping[str, Any]) -> dict[str, Any]:
+    """A fingerprint and that of the held-out prompts as few small values, for the other processes of the run."""
+    long = ("shuffle", "seed", "conservative")
+    return {
+        **{name: value for name, value in data.items() if name not in long},
+        "settings": _text_digest([data[name] for name in long]),
+        "held_out": dict(held_out),
+    }
+
+
+def difference_of_ranks(ranks: Sequence[Mapping[str, Any]]) -> str:
+    """What differs between the data of the processes of a run, in words; empty if all have the same.
+
+    Args:
+        ranks: :func:`in_short` of every rank.
+    """
+    found: dict[str, list[int]] = {}
+    for rank, other in enumerate(ranks):
+        if other != ranks[0]:
+            found.setdefault("; ".join(_from_first(ranks[0], other)), []).append(rank)
+    return "; ".join(
+        f"process{'es' * (len(those) > 1)} {', '.join(map(str, those))}: {what}" for what, those in found.items()
+    )
+
+
+def _from_first(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    found = []
+    if other["prompts"] != first["prompts"]:
+        found.append(f"{other['prompts']} training prompts where process 0 has {first['prompts']}")
+    elif other["rows"] != first["rows"]:
+        found.append(f"other training rows than process 0, though as many ({other['prompts']})")
+    elif other["order"] != first["order"]:
+        found.append("the training rows in another order than process 0")
+    if other["settings"] != first["settings"]:
+        found.append("another seed, or other prompts in data.conservative")
+    found += _rendering_differences(first["rendering"], other["rendering"])
+    if other["held_out"] != first["held_out"]:
+        counts = other["held_out"]["prompts"], first["held_out"]["prompts"]
+        found.append(f"other held-out prompts ({counts[0]}; process 0 has {counts[1]})")
+    return found
+
+
 def _digest(prompt: Prompt) -> bytes:
     row = {name: value for name, value in prompt.row.items() if not name.startswith("_")}
     return hashlib.blake2b(_text(row), digest_size=16).digest()

@@ -23,21 +23,29 @@ from lightning.pytorch.plugins.environments import (
     TorchElasticEnvironment,
 )
 
+from lightning_rlhf.distributed.orphans import ends_with_parent
 from lightning_rlhf.distributed.processes import is_first
 from lightning_rlhf.files import write_whole
 from lightning_rlhf.interruption import REQUEST, REQUEST_VARIABLE, Interrupted, passed_on
 from lightning_rlhf.reporting.mlflow_logger import end_as_failed
 from lightning_rlhf.runs.ending import RunFailed, how_to_go_on, report_of_process, told
+from lightning_rlhf.runs.folder import trained_here
 from lightning_rlhf.schema import InputError
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
+
+LAUNCHER_VARIABLE = "LIGHTNING_RLHF_LAUNCHER"
+"""Environment variable with this process's number, for the processes that it starts."""
 
 FILE = "launch.json"
 """In the output folder: the configuration that the processes of a run read."""
 
 RESULT = "metrics.json"
 """In the output folder: the last value of every metric, from the first process."""
+
+INVALID = 2
+"""Exit code of a process that has refused its input."""
 
 INTERRUPTED = "interrupted"
 """The only key of that file where a signal has ended the run: its number."""
@@ -80,7 +88,7 @@ def local_devices(config: Mapping[str, Any]) -> int:
 def start(config: Mapping[str, Any], processes: int) -> dict[str, float]:
     """Run ``train`` in that many processes and wait for them.
 
-    The agent ends all of them when one ends early.
+    The agent ends all of them when one ends early, and they end by themselves when this process does.
 
     Args:
         config: plain containers, as :func:`lightning_rlhf.schema.check` returns them.
@@ -90,6 +98,7 @@ def start(config: Mapping[str, Any], processes: int) -> dict[str, float]:
         What the first process returned.
 
     Raises:
+        InputError: a process refused its input; it has printed why.
         RunFailed: a process failed; it has printed why.
         Interrupted: SIGINT, SIGTERM or SIGHUP; the processes have ended between two iterations, or at once after a
             second one.
@@ -104,6 +113,7 @@ def start(config: Mapping[str, Any], processes: int) -> dict[str, float]:
         "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # each process would take all cores otherwise
         REQUEST_VARIABLE: str(folder / REQUEST),
+        LAUNCHER_VARIABLE: str(os.getpid()),
     }
     quiet = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     before, level = dict(os.environ), quiet.level
@@ -121,13 +131,23 @@ def start(config: Mapping[str, Any], processes: int) -> dict[str, float]:
         # If a process was killed, the others report only a lost connection.
         end_as_failed(folder, reason, is_cause=first.exitcode < 0)
         said = f"training has ended: {reason}. What it said is above"
-        raise RunFailed("\n".join([said, *how_to_go_on(config)])) from failure
+        refused = first.exitcode == INVALID
+        raise (InputError if refused else RunFailed)("\n".join([said, *how_to_go_on(config)])) from failure
     finally:
         quiet.setLevel(level)
         for name in environment:
             os.environ.pop(name)
         os.environ |= {name: before[name] for name in environment if name in before}
-    result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+    return _result(config, folder)
+
+
+def _result(config: Mapping[str, Any], folder: Path) -> dict[str, float]:
+    """What the first process has written, once all have ended with exit code 0."""
+    if not (folder / RESULT).exists():  # some code has called os._exit(0)
+        reason = "process 0 ended with exit code 0 in the middle of the training"
+        end_as_failed(folder, reason)
+        raise RunFailed("\n".join([f"training has ended: {reason}", *how_to_go_on(config)]))
+    result: dict[str, float] = json.loads((folder / RESULT).read_text(encoding="utf-8"))
     if INTERRUPTED in result:
         raise Interrupted(int(result[INTERRUPTED]), told=True)
     return result
@@ -168,21 +188,22 @@ def main(file: str) -> int:
 
     logging.basicConfig(format="%(message)s", level=logging.INFO if is_first() else logging.WARNING)
     logging.getLogger("lightning").handlers.clear()
+    folder, launcher = Path(file).parent, int(os.environ.pop(LAUNCHER_VARIABLE, os.getppid()))
     try:
-        with quiet():
+        with ends_with_parent(launcher), trained_here(folder, first=is_first()), quiet():
             metrics = run(check(OmegaConf.create(json.loads(Path(file).read_text(encoding="utf-8")))))
     except InputError as error:
         print(f"process {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)
-        return 2
+        return INVALID
     except Interrupted as stop:
         if not stop.on_every_rank:
             return 128 + stop.signum
         metrics = {INTERRUPTED: stop.signum}
     except Exception as error:
-        report_of_process(f"process {os.environ['RANK']}", error, Path(file).parent)
+        report_of_process(f"process {os.environ['RANK']}", error, folder)
         return 1
     if is_first():
-        write_whole(Path(file).with_name(RESULT), json.dumps(metrics))
+        write_whole(folder / RESULT, json.dumps(metrics))
     torch.distributed.destroy_process_group()
     return 0
 

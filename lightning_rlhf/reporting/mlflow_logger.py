@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers.mlflow import MLFlowLogger
 from lightning.pytorch.utilities import rank_zero_only
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import OmegaConf
 
 from lightning_rlhf import passwords
 from lightning_rlhf.errors import InputError
+from lightning_rlhf.interruption import from_signal
 from lightning_rlhf.metrics import names
 from lightning_rlhf.reporting.mlflow_address import (
     address,
@@ -317,7 +317,7 @@ class RLMLFlowLogger(MLFlowLogger):
             return
         final, error = "FINISHED", sys.exc_info()[1]
         if status == "failed":
-            final = "KILLED" if isinstance(error, (KeyboardInterrupt, SIGTERMException)) else "FAILED"
+            final = "KILLED" if error is not None and from_signal(error) else "FAILED"
             if error is not None:
                 self.log_failure(error)
         self._put(self._log, kind="status", status=final, time=now_ms())

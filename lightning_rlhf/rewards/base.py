@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.memory import is_oom_error
 from torch import Tensor, nn
 
 from lightning_rlhf.experience import Finish, prompt_key
+from lightning_rlhf.interruption import from_signal
 
 SOURCE_KEY = "_source"
 """Key of a data row's place of origin."""
@@ -136,6 +137,12 @@ def _call(what: str, reward: Reward, batch: RewardBatch) -> Any:
         failure = RewardError(f"{what}: {in_words(shown, row)}, {where}")
         failure.origin = "" if isinstance(shown, RewardError) else _origin(shown)
         raise failure from shown
+    except BaseException as error:  # such as the SystemExit of a term that calls exit()
+        if from_signal(error):
+            raise
+        failure = RewardError(f"reward term {name!r}: {error!r}")
+        failure.origin = _origin(error)
+        raise failure from error
     if inspect.isawaitable(result):
         if inspect.iscoroutine(result):
             result.close()
@@ -177,7 +184,7 @@ def _first_failing(reward: Reward, batch: RewardBatch) -> tuple[int, Exception] 
     return None
 
 
-def _origin(error: Exception) -> str:
+def _origin(error: BaseException) -> str:
     """The calls from the term to where the exception was raised: the innermost :data:`CALLS_SHOWN`."""
     calls = traceback.extract_tb(error.__traceback__)[1:]  # the first is the call of the term, in this file
     calls = [call for call in calls if "/hydra/_internal/" not in call.filename]  # Hydra wraps what it makes

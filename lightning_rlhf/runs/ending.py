@@ -14,7 +14,7 @@ from typing import Any
 from lightning_rlhf.checkpoint.files import CheckpointError, iteration_of
 from lightning_rlhf.control import TrainingFailed
 from lightning_rlhf.distributed.processes import is_first
-from lightning_rlhf.interruption import Interrupted
+from lightning_rlhf.interruption import Interrupted, from_signal
 from lightning_rlhf.reporting import terminal
 from lightning_rlhf.reporting.terminal import note, say
 from lightning_rlhf.rewards import RewardError
@@ -26,6 +26,34 @@ from lightning_rlhf.schema import InputError
 
 class RunFailed(RuntimeError):
     """A run has failed in other processes, which have printed the cause; this message needs no traceback."""
+
+
+class CodeEnded(RuntimeError):
+    """Code that a run calls has raised what ends a process without a word, such as SystemExit."""
+
+    origin = ""
+    """The calls of the user's own code that raised it, as lines of a traceback."""
+
+
+@contextmanager
+def failing() -> Iterator[None]:
+    """Context in which an exception ends a run as a failure, unless a signal raised it.
+
+    Raises:
+        CodeEnded: in place of a SystemExit, a KeyboardInterrupt or the like.
+    """
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as error:
+        cause = error.__context__ if isinstance(error, SystemExit) else None
+        raised = cause if isinstance(cause, KeyboardInterrupt) else error  # for which Lightning calls exit()
+        if from_signal(raised):
+            raise
+        failure = CodeEnded(f"{raised!r} was raised, which ends a process and not a run")
+        failure.origin = own_calls(raised)
+        raise failure from raised
 
 
 @contextmanager
@@ -104,7 +132,7 @@ def in_short(error: Exception) -> str | None:
 
     ``None`` if the error does not explain itself, such as one inside this package: that needs its traceback.
     """
-    if isinstance(error, (TrainingFailed, CheckpointError, RunFailed, RewardError, ServersGone)):
+    if isinstance(error, (TrainingFailed, CheckpointError, RunFailed, RewardError, ServersGone, CodeEnded)):
         origin = getattr(error, "origin", "")
         return f"{error}\n{origin}" if origin else str(error)
     if isinstance(error, InputError) or not from_own_code(error):

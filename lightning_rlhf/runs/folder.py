@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
@@ -114,28 +114,34 @@ def refuse_a_second_run(*folders: str | Path | None) -> None:
                 )
 
 
+_COMMAND, _TRAINER = 0, 1
+"""Bytes of the lock file: one is locked by the command, one by the first of the processes that it has started."""
+
+
 @contextmanager
-def locked(folder: str | Path) -> Iterator[None]:
+def locked(folder: str | Path, key: str = "hydra.run.dir") -> Iterator[None]:
     """Lock the folder against other training processes; the lock ends with the process, however it ends.
 
+    Args:
+        folder: of a run, or of checkpoints outside of a run's folder.
+        key: that takes another folder.
+
     Raises:
-        InputError: another process holds the lock.
+        InputError: another process holds the lock, or trains in the folder (:func:`trained_here`), or the folder cannot
+            be written to.
     """
     path = Path(folder).absolute() / LOCK
     if path in _held:  # the operating system's lock does not exclude the process that holds it
         raise InputError(f"{path.parent}: a run of this process is at work in this folder")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+") as file:
-        try:
-            # A lock of the process, not of the open file: forked processes do not keep it alive.
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            file.seek(0)
-            who = file.read().strip() or "elsewhere"
-            raise InputError(
-                f"{path.parent}: another run is at work in this folder ({who}); "
-                "wait for its end, or take another folder with hydra.run.dir=FOLDER"
-            ) from error
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        opened = path.open("a+")
+    except OSError as error:
+        raise InputError(f"{path.parent} cannot be used ({error}); take another folder with {key}=FOLDER") from error
+    with opened as file:
+        for byte in (_TRAINER, _COMMAND):
+            _lock(file, byte, key)
+        fcntl.lockf(file, fcntl.LOCK_UN, 1, _TRAINER)
         _held.add(path)
         try:
             file.truncate(0)
@@ -146,18 +152,54 @@ def locked(folder: str | Path) -> Iterator[None]:
             _held.discard(path)
 
 
+@contextmanager
+def trained_here(folder: str | Path, *, first: bool) -> Iterator[None]:
+    """In a process that the command has started: the folder stays locked until it ends, if the command ends before it.
+
+    Args:
+        folder: of the run.
+        first: whether this is rank 0; other processes lock nothing.
+
+    Raises:
+        InputError: the first process of another start still trains there.
+    """
+    if not first:
+        yield
+        return
+    with (Path(folder).absolute() / LOCK).open("a+") as file:
+        _lock(file, _TRAINER, "hydra.run.dir")
+        file.write(f"its first process {os.getpid()}\n")
+        file.flush()
+        yield
+
+
+def _lock(file: IO[str], byte: int, key: str) -> None:
+    try:
+        # A lock of the process, not of the open file: forked processes do not keep it alive.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+    except OSError as error:
+        file.seek(0)
+        who = ", ".join(file.read().split("\n")).strip(", ") or "elsewhere"
+        raise InputError(
+            f"{Path(file.name).parent}: another run is at work in this folder ({who}); "
+            f"wait for its end, or take another folder with {key}=FOLDER"
+        ) from error
+
+
 # --- its starts ------------------------------------------------------------------------------------------------------
 
 
 def starts(folder: str | Path) -> list[dict[str, Any]]:
-    """The entries of :func:`note_start` in a folder, oldest first; a half-written last line is left out."""
+    """The entries of :func:`note_start` in a folder, oldest first; half-written and other broken lines are left out."""
     path = Path(folder) / STARTS
     records: list[dict[str, Any]] = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except json.JSONDecodeError:
             continue
+        if isinstance(record, dict):
+            records.append(record)
     return records
 
 
@@ -166,6 +208,33 @@ def checkpoint_folder(config: Mapping[str, Any]) -> Path:
     blocks = (config.get("callbacks") or {}).values()
     places = [block["dirpath"] for block in blocks if isinstance(block, Mapping) and block.get("dirpath")]
     return Path(places[0] if places else Path(config["output_dir"]) / "checkpoints").expanduser().absolute()
+
+
+def owner_of(checkpoints: Path) -> Path:
+    """The folder whose lock protects these checkpoints: that of the run they lie in, or their own."""
+    return checkpoints.parent if (checkpoints.parent / STARTS).exists() else checkpoints
+
+
+def refuse_another_runs(folder: str | Path, checkpoint: Path, writer: str | Path) -> None:
+    """Refuse a checkpoint of another run that keeps its checkpoints in the same place as this one.
+
+    Args:
+        folder: of the run that is to go on.
+        checkpoint: the newest that was found for it.
+        writer: the output folder of the run that wrote it, as the checkpoint says.
+
+    Raises:
+        InputError: it is another one. A folder that was moved since it was written is not another one.
+    """
+    own, other, here = Path(folder).absolute(), Path(writer).absolute(), checkpoint.absolute()
+    if own.resolve() == other.resolve() or kept_elsewhere(other) != here.parent:
+        return
+    if any(record.get("checkpoint") == str(here) for record in starts(own)):  # it went on from that one in a new folder
+        return
+    raise InputError(
+        f"{here} was written by the run in {other}, not by that in {own}, which keeps its checkpoints there, too: "
+        f"resume={other} goes on with that one; this one begins anew with a callbacks.checkpoint.dirpath of its own"
+    )
 
 
 def kept_elsewhere(folder: str | Path) -> Path | None:

@@ -134,6 +134,38 @@ def test_a_process_without_servers_is_no_traceback(folder: Path, monkeypatch: py
     assert capsys.readouterr().err == "process 1: no rollout server is left. http://a:1: refused\n"
 
 
+PARENT = """
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE)
+print(child.pid, child.stdout.readline().decode().strip(), flush=True)
+os.read(0, 1)
+"""
+CHILD = """
+import time
+from lightning_rlhf.distributed.orphans import ends_with_parent
+with ends_with_parent({parent}):
+    print("there", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_process_ends_when_its_parent_is_killed(folder: Path) -> None:
+    words = [sys.executable, "-c", PARENT, CHILD.format(parent="")]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child, there = parent.stdout.readline().split()
+        assert there == b"there" and os.path.exists(f"/proc/{int(child)}")
+        parent.kill()
+        _, said = parent.communicate(timeout=300)  # until the child has ended, as it has the same stderr
+    assert said.decode() == f"process 0: process {parent.pid}, which started it, is gone: it ends, too\n"
+
+
+def test_a_process_whose_launcher_is_gone_already_ends_at_once(folder: Path) -> None:
+    words = [sys.executable, "-c", CHILD.format(parent=1)]  # it is not the parent of this one any more
+    done = subprocess.run(words, capture_output=True, timeout=300)
+    assert done.returncode == 1 and b"process 1, which started it, is gone" in done.stderr
+
+
 # --- real processes --------------------------------------------------------------------------------------------------
 
 

@@ -165,6 +165,21 @@ def test_the_process_ends_with_its_reward_and_with_the_interpreter(math):
         os.kill(int(done.stdout), 0)
 
 
+def test_the_process_ends_with_a_killed_interpreter(math):
+    code = (
+        "import time\n"
+        "from lightning_rlhf.rewards import MathExpression\n"
+        "reward = MathExpression()\n"
+        "assert reward.score('46', '46') == 1\n"
+        "print(reward._worker._running.process.pid, flush=True)\n"
+        "time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
+        os.kill(int(run.stdout.readline()), 0)
+        run.kill()
+        run.communicate(timeout=300)  # until nobody has stderr open any more: the process that compares has, too
+
+
 def test_a_process_that_cannot_start_is_an_error(math, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match="the process that compares expressions could not be started"):

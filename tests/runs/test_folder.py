@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lightning_rlhf.runs import folder
-from lightning_rlhf.runs.folder import claim, locked, note_start, quoted, refuse_a_second_run, starts
+from lightning_rlhf.runs.folder import claim, locked, note_start, quoted, refuse_a_second_run, starts, trained_here
 from lightning_rlhf.schema import InputError
 
 
@@ -54,6 +54,43 @@ def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
         holder.stdout.close()
 
 
+TRAIN = """
+import sys, time
+from lightning_rlhf.runs.folder import trained_here
+with trained_here(sys.argv[1], first=True):
+    print("there", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_folder_stays_locked_while_a_process_of_a_killed_command_trains_in_it(tmp_path: Path) -> None:
+    (tmp_path / ".lock").write_text("process 12 on a\n", encoding="utf-8")
+    trainer = subprocess.Popen([sys.executable, "-c", TRAIN, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert trainer.stdout is not None and trainer.stdout.readline() == "there\n"
+        said = rf"another run is at work .*\(process 12 on a, its first process {trainer.pid}\)"
+        for _ in range(2):  # the refused start has left the lock as it was
+            with pytest.raises(InputError, match=said), locked(tmp_path):
+                pass
+        with trained_here(tmp_path, first=False):
+            pass
+    finally:
+        trainer.kill()
+        trainer.wait()
+        trainer.stdout.close()
+    with locked(tmp_path):
+        assert (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} on ")
+
+
+def test_a_command_and_its_first_process_lock_a_folder_together(tmp_path: Path) -> None:
+    with locked(tmp_path):
+        trainer = subprocess.Popen([sys.executable, "-c", TRAIN, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        assert trainer.stdout is not None and trainer.stdout.readline() == "there\n"
+        trainer.kill()
+        trainer.wait()
+        trainer.stdout.close()
+
+
 def test_a_new_run_does_not_write_over_another(tmp_path: Path) -> None:
     refuse_a_second_run(tmp_path, tmp_path / "elsewhere", None)
     (tmp_path / "elsewhere").mkdir()
@@ -71,6 +108,8 @@ def test_starts_are_kept_and_the_first_configuration_stays(tmp_path: Path) -> No
         file.write('{"start": 3, "ov')  # killed meanwhile
     assert [(r["start"], r["overrides"]) for r in starts(tmp_path)] == [(1, ["seed=1"]), (2, ["seed=2"])]
     note_start(tmp_path, {"overrides": ["seed=3"]}, {"seed": 3})  # stands on a line of its own
+    with (tmp_path / "starts.jsonl").open("a") as file:
+        file.write('[1]\n"typed"\n7\nnull\n')  # no starts
     assert [(r["start"], r["overrides"]) for r in starts(tmp_path)][1:] == [(2, ["seed=2"]), (3, ["seed=3"])]
     assert (tmp_path / ".hydra" / "config.yaml").read_text() == "seed: 1\n"
     assert (tmp_path / ".hydra" / "start_2" / "config.yaml").read_text() == "seed: 2\n"

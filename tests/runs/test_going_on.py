@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 from lightning_rlhf import cli
 from lightning_rlhf.checkpoint import latest_valid
 from lightning_rlhf.runs.ending import how_to_go_on
-from lightning_rlhf.runs.folder import note_start, starts
+from lightning_rlhf.runs.folder import note_start, refuse_another_runs, starts
 
 TINY = [
     "threads=1",
@@ -96,6 +97,52 @@ def test_a_run_with_checkpoints_outside_of_its_folder_is_found(project: Path, ca
     assert "data.validation = null: the run holds no prompt out" in said and "data.validation=FILE" in said
     assert cli.main(["eval", "checkpoint=run", "data.validation=prompts.jsonl"]) == 0
     assert "eval/reward_mean" in capsys.readouterr().out
+
+
+TWO = "import sys\nfrom lightning_rlhf.runs.folder import locked\nwith locked(sys.argv[1]):\n    print(), input()\n"
+
+
+def test_two_runs_at_once_do_not_share_a_folder_of_checkpoints(project: Path, capsys: pytest.CaptureFixture) -> None:
+    """One of their own, or that of the other run."""
+    kept = project / "kept"
+    words = ["train", *TINY, "iterations=1", "hydra.run.dir=run"]
+    note_start(project / "other", {})
+    for at_work, place in ((kept, kept), (project / "other", project / "other" / "checkpoints")):
+        command = [sys.executable, "-c", TWO, str(at_work)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+            assert other.stdout is not None and other.stdout.readline() == "\n"
+            assert cli.main([*words, f"callbacks.checkpoint.dirpath={place}"]) == 2
+            said = capsys.readouterr().err
+            assert f"{at_work}: another run is at work in this folder (process {other.pid} on " in said
+            assert "take another folder with callbacks.checkpoint.dirpath=FOLDER" in said
+            other.communicate("\n")
+    assert cli.main([*words, f"callbacks.checkpoint.dirpath={kept}"]) == 0
+    assert cli.main(["train", "resume=run", "iterations=2"]) == 0
+
+
+def test_a_run_does_not_go_on_from_another_runs_checkpoint(project: Path, capsys: pytest.CaptureFixture) -> None:
+    """Both keep theirs in one folder; the first has ended before it wrote one."""
+    kept, words = project / "kept", ["train", *TINY, "callbacks=checkpoint", "iterations=2"]
+    place = f"callbacks.checkpoint.dirpath={kept}"
+    note_start(project / "first", {"checkpoints": str(kept)})
+    assert cli.main([*words, place, "hydra.run.dir=second"]) == 0
+    capsys.readouterr()
+    for again in (["train", "resume=first"], [*words, place, "resume=latest", "hydra.run.dir=first"]):
+        assert cli.main(again) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"{kept}/iteration_000002.ckpt was written by the run in {project}/second, not by that")
+        assert f"resume={project}/second goes on with that one" in said
+    assert cli.main(["eval", "checkpoint=first"]) == 2
+    assert cli.main(["train", "resume=second", "iterations=3"]) == 0
+
+    # Where the run itself goes on in a new folder, its checkpoints are its own there.
+    assert cli.main(["train", "resume=second", "iterations=4", "branch=false", "hydra.run.dir=third"]) == 0
+    refuse_another_runs("third", kept / "iteration_000003.ckpt", project / "second")
+    capsys.readouterr()
+    assert cli.main(["train", "resume=third", "iterations=5"]) == 0
+    # A run that was moved is no other one.
+    (project / "third").rename(project / "fourth")
+    assert cli.main(["train", "resume=fourth", "iterations=6"]) == 0
 
 
 def test_classes_come_from_the_folder_where_the_run_was_started(
