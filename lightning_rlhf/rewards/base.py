@@ -140,7 +140,7 @@ def _call(what: str, reward: Reward, batch: RewardBatch) -> Any:
     except BaseException as error:  # such as the SystemExit of a term that calls exit()
         if from_signal(error):
             raise
-        failure = RewardError(f"reward term {name!r}: {error!r}")
+        failure = RewardError(f"{what}: {error!r}")
         failure.origin = _origin(error)
         raise failure from error
     if inspect.isawaitable(result):
