@@ -11,7 +11,7 @@ from lightning_rlhf.bounds import bounded, is_number
 from lightning_rlhf.errors import SettingError
 from lightning_rlhf.functional.choices import Aggregation, KLEstimator, RatioLevel
 from lightning_rlhf.functional.schedules import Schedule
-from lightning_rlhf.kinds import wrong_kind
+from lightning_rlhf.kinds import blank, wrong_kind
 
 _Settings = TypeVar("_Settings")
 
@@ -278,7 +278,10 @@ def build(
     for name, value in values.items():
         allowed = wrong_kind(value, str(known[name].type))
         if allowed:
-            raise SettingError(f"{block}.{name}", value, _with_bounds(kind, values, name, allowed))
+            alone = {n: values[n] for n, f in known.items() if f.default is MISSING and f.default_factory is MISSING}
+            raise SettingError(f"{block}.{name}", value, _in_own_words(kind, alone | {name: value}, name, allowed))
+        if name in NOT_BLANK and blank(value):
+            raise SettingError(f"{block}.{name}", value, "a text that is not blank")
     try:
         return kind(**values)
     except SettingError as error:
@@ -287,13 +290,20 @@ def build(
         raise SettingError(block, dict(values), str(error)) from None
 
 
-def _with_bounds(kind: type[Any], values: Mapping[str, Any], name: str, allowed: str) -> str:
-    """What is allowed, with the bounds from the dataclass's own check, if that check reaches this key."""
+NOT_BLANK = {"address", "layers", "path", "reply", "revision", "text_field", "words"}
+"""Texts of blocks of settings that name something, or whose words are looked for."""
+
+
+def _in_own_words(kind: type[Any], values: Mapping[str, Any], name: str, allowed: str) -> str:
+    """What is allowed, in the words of the dataclass's own check if that reaches this key: bounds or choices."""
     try:
         kind(**values)
     except SettingError as error:
-        if error.key.rpartition(".")[2] == name and error.allowed.startswith(allowed):
-            return error.allowed
-    except (TypeError, ValueError, AttributeError):
+        own = error.allowed if error.key.rpartition(".")[2] == name else ""
+        if own.startswith((allowed, "one of")):
+            return own
+        if own and allowed.startswith(("a text", "a list of texts")):
+            return own + allowed.partition(";")[1] + allowed.partition(";")[2]
+    except (TypeError, ValueError, AttributeError, ArithmeticError):
         pass  # the check fails on a value of this type; the caller reports the type
     return allowed
