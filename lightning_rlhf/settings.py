@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Any, TypeVar, get_args
@@ -278,8 +278,9 @@ def build(
     for name, value in values.items():
         allowed = wrong_kind(value, str(known[name].type))
         if allowed:
-            alone = {n: values[n] for n, f in known.items() if f.default is MISSING and f.default_factory is MISSING}
-            raise SettingError(f"{block}.{name}", value, _in_own_words(kind, alone | {name: value}, name, allowed))
+            fitting = {n: v for n, v in values.items() if n == name or not wrong_kind(v, str(known[n].type))}
+            alone = {n: v for n, v in fitting.items() if n == name or known[n].default is MISSING}
+            raise SettingError(f"{block}.{name}", value, _in_own_words(kind, (fitting, alone), name, allowed))
         if name in NOT_BLANK and blank(value):
             raise SettingError(f"{block}.{name}", value, "a text that is not blank")
     try:
@@ -294,16 +295,26 @@ NOT_BLANK = {"address", "layers", "path", "reply", "revision", "text_field", "wo
 """Texts of blocks of settings that name something, or whose words are looked for."""
 
 
-def _in_own_words(kind: type[Any], values: Mapping[str, Any], name: str, allowed: str) -> str:
-    """What is allowed, in the words of the dataclass's own check if that reaches this key: bounds or choices."""
-    try:
-        kind(**values)
-    except SettingError as error:
-        own = error.allowed if error.key.rpartition(".")[2] == name else ""
-        if own.startswith((allowed, "one of")):
-            return own
-        if own and allowed.startswith(("a text", "a list of texts")):
-            return own + allowed.partition(";")[1] + allowed.partition(";")[2]
-    except (TypeError, ValueError, AttributeError, ArithmeticError):
-        pass  # the check fails on a value of this type; the caller reports the type
+def _in_own_words(kind: type[Any], tries: Sequence[Mapping[str, Any]], name: str, allowed: str) -> str:
+    """What is allowed, in the words of the dataclass's own check: bounds or choices.
+
+    Args:
+        kind: the dataclass.
+        tries: the value with others beside it; the first whose check reaches this key, or passes, counts.
+        name: of the value.
+        allowed: what its type allows, and remarks.
+    """
+    for values in tries:
+        try:
+            kind(**values)
+        except SettingError as error:
+            if error.key.rpartition(".")[2] != name:
+                continue  # of another value, which is reported, too
+            if error.allowed.startswith((allowed.partition(" (")[0], "one of")):
+                return error.allowed
+            if allowed.startswith(("a text", "a list of texts")):
+                return "".join([error.allowed, *allowed.partition(";")[1:]])
+        except (TypeError, ValueError, AttributeError, ArithmeticError):
+            pass  # the check fails on a value of this type; the caller reports the type
+        break
     return allowed

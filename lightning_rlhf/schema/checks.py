@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lightning_rlhf import passwords
-from lightning_rlhf.bounds import bounded
+from lightning_rlhf.bounds import WHOLE, bounded
 from lightning_rlhf.errors import ConfigError, Problem
 from lightning_rlhf.kinds import blank, unquoted
 from lightning_rlhf.schema.combinations import combinations
@@ -145,6 +145,8 @@ def _under_its_source(problem: Problem, written: Mapping[str, Any]) -> Problem:
 MISSING = object()
 MOST_THREADS = 1024
 """With many more a process ends without a message."""
+MOST_VISITS = 10_000
+"""The monitor of prompts keeps so many in memory, for each prompt."""
 
 
 # --- values ----------------------------------------------------------------------------------------------------------
@@ -216,6 +218,9 @@ def numbers(config: Mapping[str, Any]) -> Iterator[Problem]:
             bounded("", at_least=1, at_most=most, whole=True, optional=key in optional, **{key: value})
         except SettingError as error:
             yield error.problem
+    window = get(config, "callbacks.prompt_monitor.window")
+    if isinstance(window, int) and WHOLE > window > MOST_VISITS:
+        yield Problem("callbacks.prompt_monitor.window", window, f"a whole number >= 2 and <= {MOST_VISITS}")
     if config.get("unsupported_precision", "replace") not in ("replace", "refuse"):
         yield Problem("unsupported_precision", config["unsupported_precision"], "replace or refuse")
     branch = config.get("branch")

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from lightning_rlhf.callbacks import PromptMonitor
+from lightning_rlhf.errors import SettingError
 from lightning_rlhf.schema import ConfigError, check, first_look
 
 
@@ -62,6 +64,32 @@ def test_whole_numbers_beyond_64_bits(compose):
 def test_threads_that_would_end_the_process(compose):
     assert refused(compose, "threads=1024") == {}
     assert refused(compose, "threads=1025") == {"threads": "a whole number >= 1 and <= 1024, or null"}
+
+
+def test_more_visits_than_memory_holds(compose):
+    assert refused(compose, "callbacks=[default,prompt_monitor]", "callbacks.prompt_monitor.window=10001") == {
+        "callbacks.prompt_monitor.window": "a whole number >= 2 and <= 10000"
+    }
+    with pytest.raises(SettingError, match=r"callbacks\.prompt_monitor\.window = 10001 .* <= 10000"):
+        PromptMonitor(window=10_001)
+
+
+def test_a_number_for_a_reply_is_no_missing_reply(compose):
+    replace = ["safety=filter", "module.safety.words=[a]", "module.safety.action=replace", "module.safety.reply=12"]
+    assert refused(compose, *replace, look=check) == {
+        "module.safety.reply": "a text, or null; 12 is a number, the text has quotes: '12'"
+    }
+
+
+def test_bounds_and_choices_are_told_beside_other_mistakes(compose):
+    found = refused(
+        compose, "module.termination.min_tokens=-1", "module.termination.early=null", "module.loss.clip_low=x"
+    )
+    assert found == {
+        "module.termination.min_tokens": "a whole number >= 0",
+        "module.termination.early": "one of keep, penalty, drop",
+        "module.loss.clip_low": "a finite number > 0 and < 1",
+    }
 
 
 BLANK = [
