@@ -189,7 +189,11 @@ class AdaptivePTX(RLHFCallback):
         if self._held_out is None:
             held_out = module.held_out_text
             if self.text is not None:
-                held_out = module.read_text(self.text, text_field=self.text_field, key=f"{BLOCK}.text")
+                try:
+                    held_out = module.read_text(self.text, text_field=self.text_field, key=f"{BLOCK}.text")
+                except (ValueError, OSError, ImportError) as error:  # of the text, so it is no failure of the run
+                    said = str(error).removeprefix(f"{BLOCK}.text: ")
+                    raise InputError(f"{BLOCK}.text = {self.text!r:.200}: {said}") from error
             self._held_out = None if held_out is None else held_out[: self.blocks]
         if self._held_out is None and not self.benchmarks:
             raise InputError(

@@ -37,14 +37,14 @@ class PromptMonitor(RLHFCallback):
     folder for ``lightning-rlhf prompts``. A prompt that no longer stands out is no longer flagged.
 
     Args:
-        window: visits of a prompt that count, the last ones.
+        window: visits of a prompt that count, the last ones; at most 10,000, as they are kept in memory.
         z: robust standard deviations beyond which a prompt is flagged.
         min_visits: visits before a prompt is judged.
         min_prompts: prompts that can be judged before any is; with few the scale of the others is unknown.
     """
 
     def __init__(self, window: int = 10, z: float = 3.0, min_visits: int = 3, min_prompts: int = 50) -> None:
-        bounded("prompt_monitor", at_least=2, whole=True, window=window)
+        bounded("prompt_monitor", at_least=2, at_most=10_000, whole=True, window=window)
         bounded("prompt_monitor", at_least=1, whole=True, min_visits=min_visits)
         bounded("prompt_monitor", above=0, z=z)
         bounded("prompt_monitor", at_least=3, whole=True, min_prompts=min_prompts)

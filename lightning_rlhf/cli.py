@@ -215,6 +215,11 @@ def _refuse_words(arguments: list[str]) -> None:
             raise InputError(f"{word!r} is not allowed: settings are written key=value")
         if re.fullmatch(r"-?[\d.]+|true|false", option) and group in groups():  # Hydra takes names only
             raise InputError(f"there is no {word}; options of {group}: {', '.join(groups()[group])}")
+        if group in ("~model", "~data"):  # other groups follow these two
+            name = group[1:]
+            raise InputError(f"{word} is not allowed: {name} is a group of files; one of {', '.join(groups()[name])}")
+        if group == "resume" and not option.strip(" \t'\""):
+            raise InputError(f"{word} is not allowed: the folder of a run, a checkpoint, latest, or null")
         if option == "null" and group in groups():
             off = f"{group}=none" if "none" in groups()[group] else f"one of {', '.join(groups()[group])}"
             raise InputError(f"{word} is not allowed: {group} is a group of files; {off}")

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_rlhf.errors import InputError
 from lightning_rlhf.reporting.prompt_records import FOLDER, SUSPECTS, pieces, read_records
-from lightning_rlhf.reporting.prompt_review import described, shortened, write_review
+from lightning_rlhf.reporting.prompt_review import described, fault_of, shortened, write_review
 from lightning_rlhf.runs.folder import STARTS
 
 SHOWN = 5
@@ -111,9 +111,11 @@ def read_suspects(run: Path) -> dict[str, Any]:
             "callbacks.prompt_monitor.min_prompts were visited often enough (metric prompts/judged)"
         )
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        found: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
+    if fault := fault_of(found):
+        raise InputError(f"{path} is not as callbacks.prompt_monitor writes it: {fault}")
     return found
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from lightning_rlhf.data.prompts import refuse_unknown_characters
 from lightning_rlhf.errors import SettingError
 from lightning_rlhf.experience import Finish, PromptBatch, Rollout, Safety, sample_seed
 from lightning_rlhf.rewards.safety import BLOCK, SafetyFilter
@@ -112,12 +113,20 @@ def reply_tokens(safety: SafetyFilter | None, tokenizer: PreTrainedTokenizerBase
         most: longest response.
 
     Raises:
-        SettingError: the reply is longer than that.
+        SettingError: the reply is longer than that, or has characters that the tokenizer lacks.
     """
     if safety is None or safety.settings.reply is None:
         return []
-    ids = [*tokenizer(safety.settings.reply, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    reply, key = safety.settings.reply, f"{BLOCK}.reply"
+    try:
+        ids = [*tokenizer(reply, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    except Exception as error:  # its class depends on the tokenizer
+        try:
+            refuse_unknown_characters(tokenizer, reply, "a text that the model can read")
+        except ValueError as known:
+            raise SettingError(key, reply, str(known)) from error
+        raise SettingError(key, reply, f"a text that the tokenizer reads; it says: {error}") from error
     if len(ids) > most:
         allowed = f"at most rollout.max_new_tokens = {most} tokens with the end token, not {len(ids)}"
-        raise SettingError(f"{BLOCK}.reply", safety.settings.reply, allowed)
+        raise SettingError(key, reply, allowed)
     return ids

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Any, TypeVar, get_args
@@ -11,7 +11,7 @@ from lightning_rlhf.bounds import bounded, is_number
 from lightning_rlhf.errors import SettingError
 from lightning_rlhf.functional.choices import Aggregation, KLEstimator, RatioLevel
 from lightning_rlhf.functional.schedules import Schedule
-from lightning_rlhf.kinds import scalar_text, wrong_kind
+from lightning_rlhf.kinds import blank, scalar_text, wrong_kind
 
 _Settings = TypeVar("_Settings")
 
@@ -318,7 +318,11 @@ def build(
     for name, value in values.items():
         allowed = wrong_kind(value, str(known[name].type))
         if allowed:
-            raise SettingError(f"{block}.{name}", value, _with_bounds(kind, values, name, allowed))
+            fitting = {n: v for n, v in values.items() if n == name or not wrong_kind(v, str(known[n].type))}
+            alone = {n: v for n, v in fitting.items() if n == name or known[n].default is MISSING}
+            raise SettingError(f"{block}.{name}", value, _in_own_words(kind, (fitting, alone), name, allowed))
+        if name in NOT_BLANK and blank(value):
+            raise SettingError(f"{block}.{name}", value, "a text that is not blank")
     try:
         return kind(**values)
     except SettingError as error:
@@ -327,13 +331,30 @@ def build(
         raise SettingError(block, dict(values), str(error)) from None
 
 
-def _with_bounds(kind: type[Any], values: Mapping[str, Any], name: str, allowed: str) -> str:
-    """What is allowed, with the bounds from the dataclass's own check, if that check reaches this key."""
-    try:
-        kind(**values)
-    except SettingError as error:
-        if error.key.rpartition(".")[2] == name and error.allowed.startswith(allowed):
-            return error.allowed
-    except (TypeError, ValueError, AttributeError):
-        pass  # the check fails on a value of this type; the caller reports the type
+NOT_BLANK = {"address", "layers", "path", "reply", "revision", "text_field", "words"}
+"""Texts of blocks of settings that name something, or whose words are looked for."""
+
+
+def _in_own_words(kind: type[Any], tries: Sequence[Mapping[str, Any]], name: str, allowed: str) -> str:
+    """What is allowed, in the words of the dataclass's own check: bounds or choices.
+
+    Args:
+        kind: the dataclass.
+        tries: the value with others beside it; the first whose check reaches this key, or passes, counts.
+        name: of the value.
+        allowed: what its type allows, and remarks.
+    """
+    for values in tries:
+        try:
+            kind(**values)
+        except SettingError as error:
+            if error.key.rpartition(".")[2] != name:
+                continue  # of another value, which is reported, too
+            if error.allowed.startswith((allowed.partition(" (")[0], "one of")):
+                return error.allowed
+            if allowed.startswith(("a text", "a list of texts")):
+                return "".join([error.allowed, *allowed.partition(";")[1:]])
+        except (TypeError, ValueError, AttributeError, ArithmeticError):
+            pass  # the check fails on a value of this type; the caller reports the type
+        break
     return allowed

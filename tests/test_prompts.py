@@ -13,7 +13,7 @@ from lightning_rlhf import cli
 from lightning_rlhf.data.lists import read_list
 from lightning_rlhf.experience import prompt_key
 from lightning_rlhf.reporting.prompt_records import COLUMNS, FOLDER, SUSPECTS, piece_path, write_piece
-from lightning_rlhf.reporting.prompt_review import FILES, key_list, shortened
+from lightning_rlhf.reporting.prompt_review import FILES, fault_of, key_list, shortened
 
 NOISY, FAR, GOOD = (prompt_key(text) for text in ("1+1=", "<b>2+2=</b>", "3+3="))
 TEXTS = {NOISY: "1+1=", FAR: "<b>2+2=</b>", GOOD: "3+3="}
@@ -156,6 +156,41 @@ def test_a_run_without_a_monitor_or_with_a_damaged_file_is_told(run: Path, capsy
     (run / FOLDER / SUSPECTS).unlink()
     assert cli.main(["prompts", str(run)]) == 2
     assert "the run has no callback prompt_monitor" in capsys.readouterr().err
+
+
+SUSPECT = suspect(NOISY, ["spread"], spread=4.0)
+WHOLE = {"iteration": 3, "judged": 9, "z": 3.0, "others": {}, "suspects": [SUSPECT]}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"iteration": 3}, "'judged' is missing"),
+        ([], "a list in place of an object"),
+        ({"suspects": None}, "'iteration' is missing"),
+        (WHOLE | {"suspects": None}, "'suspects' is null"),
+        (WHOLE | {"z": "3"}, "'z' is a text"),
+        (WHOLE | {"others": {"kl": "low"}}, "'others' holds something else than numbers"),
+        (WHOLE | {"suspects": [3]}, "suspect 0: 3 in place of an object"),
+        (
+            WHOLE | {"suspects": [SUSPECT, SUSPECT | {"kl": []}]},
+            "suspect 1: one of score, reward, spread, kl is no number",
+        ),
+        (WHOLE | {"suspects": [SUSPECT | {"z": {}}]}, "suspect 0: 'z' lacks a number of 'reasons'"),
+    ],
+)
+def test_a_file_of_suspects_with_another_content_is_told(
+    run: Path, capsys: pytest.CaptureFixture, content: Any, said: str
+) -> None:
+    (run / FOLDER / SUSPECTS).write_text(json.dumps(content), encoding="utf-8")
+    for arguments in ([str(run)], [str(run), "--export", "new"], [str(run), "--why", NOISY]):
+        assert cli.main(["prompts", *arguments]) == 2
+        error = capsys.readouterr().err
+        assert f"{FOLDER}/{SUSPECTS} is not as callbacks.prompt_monitor writes it: {said}" in error
+
+
+def test_a_file_of_suspects_that_is_whole() -> None:
+    assert fault_of(WHOLE) == "" and fault_of(WHOLE | {"suspects": [SUSPECT | {"score": None}]}) == ""
 
 
 def test_a_prompt_of_several_lines_stays_a_comment() -> None:

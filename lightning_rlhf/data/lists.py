@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lightning_rlhf.bounds import bounded
+from lightning_rlhf.bounds import LARGEST, bounded
 from lightning_rlhf.data.prompts import Prompt
 from lightning_rlhf.data.sources import DataError, listed, resolve_path
 from lightning_rlhf.faults import Faults
@@ -89,16 +89,21 @@ def read_list(path: str | Path, setting: str, *, factor: float | None = None) ->
             f"{setting} = {str(path)!r} cannot be read ({error}); allowed is a text file with one prompt key a line"
         ) from error
     found: dict[str, float] = {}
+    lines: dict[str, int] = {}
     faults = Faults()
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.partition("#")[0].split()
         if not words:
             continue
-        fault = _fault(words, factor)
+        key, fault = words[0], _fault(words, factor)
+        value = float(words[1]) if len(words) > 1 and not fault else factor or 1.0
+        if not fault and found.get(key, value) != value:
+            fault = f"{key} has the factor {value:g} here and {found[key]:g} in line {lines[key]}; allowed is one"
         if fault:
             faults.add(f"{setting}: {place}:{number}: {fault}")
         else:
-            found[words[0]] = float(words[1]) if len(words) > 1 else factor or 1.0
+            found[key] = value
+            lines.setdefault(key, number)
     if faults:
         raise DataError(str(faults))
     return found
@@ -119,7 +124,7 @@ def _fault(words: list[str], factor: float | None) -> str:
         value = float(words[1])
     except ValueError:
         value = math.nan
-    return "" if 1 <= value < math.inf else f"factor {words[1]!r:.60} is not allowed: a finite number >= 1"
+    return "" if 1 <= value <= LARGEST else f"factor {words[1]!r:.60} is not allowed: a finite number >= 1"
 
 
 def _warn_about_unknown(setting: str, keys: Mapping[str, float], train: Sequence[Prompt]) -> None:

@@ -138,7 +138,9 @@ class PromptEncoder:
         value = row.get(self.prompt_field)
         if value is None:
             columns = ", ".join(sorted(set(row) - {SOURCE_KEY})) or "none"
-            raise DataError(f"{origin}: no prompt: the row has no {self.prompt_field!r} (columns: {columns})")
+            raise DataError(
+                f"{origin}: no prompt: the row has no {self.prompt_field!r} (columns: {columns}){_chat_column(row)}"
+            )
         if isinstance(value, str):
             if not value.strip():
                 raise DataError(f"{origin}: the prompt is empty")
@@ -236,6 +238,15 @@ def leading_bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     probe = tokenizer("", add_special_tokens=True)["input_ids"]
     bos = tokenizer.bos_token_id
     return [bos] if bos is not None and list(probe[:1]) == [bos] else []
+
+
+def _chat_column(row: Row) -> str:
+    """The setting for a row that holds its prompt as messages in another column; empty if there is no such column."""
+    for name, value in row.items():
+        messages = isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value)
+        if messages and all({"role", "content"} <= {*item} for item in value):
+            return f"; {name!r} holds messages: data.prompt_field={name}"
+    return ""
 
 
 def _valid_unicode(text: str, origin: str) -> str:

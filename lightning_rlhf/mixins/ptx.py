@@ -66,7 +66,10 @@ class PTXMixin(Base):
         field, length = settings.text_field, settings.length
         blocks = text_blocks(settings.source, self.tokenizer, text_field=field, length=length, key=f"{BLOCK}.source")
         if settings.held_out >= len(blocks):
-            allowed = f"less than the {len(blocks)} blocks of {settings.length} tokens that the text has"
+            allowed = (
+                f"a number below {len(blocks)}, as the text has {len(blocks)} blocks of {length} tokens "
+                f"({BLOCK}.length); shorter blocks, such as {BLOCK}.length=64, give more"
+            )
             raise SettingError(f"{BLOCK}.held_out", settings.held_out, allowed)
         self.control.register(KNOB, settings.coefficient)
         self._ptx = _State(settings, blocks, self.seed)

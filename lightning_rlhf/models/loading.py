@@ -16,6 +16,8 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from lightning_rlhf.functional.choices import DType
+
 PACKAGE_SCHEME = "package://"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _ALLOWED = (
@@ -39,7 +41,7 @@ def load_pretrained(
     path: str,
     *,
     gguf_file: str | None = None,
-    dtype: str = "float32",
+    dtype: DType = "float32",
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     chat_template: str | None = None,
@@ -96,7 +98,7 @@ def load_tokenizer(
     path: str,
     *,
     gguf_file: str | None = None,
-    dtype: str = "float32",
+    dtype: DType = "float32",
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     chat_template: str | None = None,

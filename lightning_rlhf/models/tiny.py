@@ -9,6 +9,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from lightning_rlhf.bounds import bounded
+from lightning_rlhf.functional.choices import DType
 from lightning_rlhf.models.loading import DTYPES, LoadedModel, isolated_rng
 
 PAD, EOS, BOS = "<pad>", "<eos>", "<bos>"
@@ -27,7 +28,7 @@ def build_tiny(
     tie_embeddings: bool = False,
     add_bos: bool = False,
     seed: int = 1,
-    dtype: str = "float32",
+    dtype: DType = "float32",
 ) -> LoadedModel:
     """A randomly initialised Llama, the same for the same arguments, and a tokenizer with one token per character.
 

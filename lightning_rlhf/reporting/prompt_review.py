@@ -20,6 +20,11 @@ FILES = {
 NEWEST = 20
 """Samples of a prompt on the page."""
 
+CONTENT: dict[str, Any] = {"iteration": int, "judged": int, "z": (int, float), "others": dict, "suspects": list}
+SUSPECT: dict[str, Any] = {"key": str, "reasons": list, "since": int, "visits": int, "z": dict}
+NUMBERS = ("score", "reward", "spread", "kl")
+"""What the pages read of a monitor's file and of each suspect in it, and of which type."""
+
 STYLE = """
 body { font: 15px/1.5 sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em; color: #222; }
 pre { white-space: pre-wrap; background: #f4f4f4; padding: .6em; margin: .4em 0; }
@@ -115,6 +120,44 @@ def _samples(rows: Sequence[Mapping[str, Any]]) -> str:
     ]
     head = "<tr><th>iteration</th><th>score</th><th>kl</th><th>finish</th><th>response</th></tr>"
     return f"<table>{head}{''.join(cells)}</table>"
+
+
+def fault_of(found: Any) -> str:
+    """What is wrong with the content of a monitor's file; empty if nothing is."""
+    fault = _fault(found, CONTENT)
+    if not fault and not all(_is_measured(found["others"].get(name)) for name in (*NUMBERS, *found["others"])):
+        fault = "'others' holds something else than numbers"
+    if fault:
+        return fault
+    for number, suspect in enumerate(found["suspects"]):
+        fault = _fault(suspect, SUSPECT)
+        if not fault and not all(_is_measured(suspect.get(name)) for name in NUMBERS):
+            fault = f"one of {', '.join(NUMBERS)} is no number"
+        if not fault and not all(isinstance(suspect["z"].get(str(name)), (int, float)) for name in suspect["reasons"]):
+            fault = "'z' lacks a number of 'reasons'"
+        if fault:
+            return f"suspect {number}: {fault}"
+    return ""
+
+
+def _fault(content: Any, wanted: Mapping[str, Any]) -> str:
+    if not isinstance(content, dict):
+        return f"{_kind(content)} in place of an object"
+    for name, kind in wanted.items():
+        if name not in content:
+            return f"{name!r} is missing"
+        if not isinstance(content[name], kind) or isinstance(content[name], bool):
+            return f"{name!r} is {_kind(content[name])}"
+    return ""
+
+
+def _kind(value: Any) -> str:
+    kinds = ((type(None), "null"), (list, "a list"), (dict, "an object"), (str, "a text"))
+    return next((text for kind, text in kinds if isinstance(value, kind)), repr(value))
+
+
+def _is_measured(value: Any) -> bool:
+    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
 
 
 def described(suspect: Mapping[str, Any]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_rlhf.bounds import is_number, too_large
 from lightning_rlhf.faults import Faults
 from lightning_rlhf.rewards.base import Reward, RewardBatch, RewardError, evaluate, has_state, in_words, origin
 
@@ -48,7 +48,7 @@ class CompositeReward:
     """Sum of ``weight * reward`` over named terms.
 
     Args:
-        terms: ``{name: {"reward": ..., "weight": 1.0}}``. A term of weight 0 is only reported.
+        terms: ``{name: {"reward": ..., "weight": 1.0}}``. A term of weight 0 is only reported, ``None`` is no term.
 
     Raises:
         RewardError: there is no term, or a term cannot be used.
@@ -57,10 +57,11 @@ class CompositeReward:
         >>> reward = CompositeReward({"short": {"reward": lambda batch: [-float(len(r)) for r in batch.responses]}})
     """
 
-    def __init__(self, terms: Mapping[str, Mapping[str, Any]]) -> None:
-        if not terms:
-            raise RewardError("reward.terms is empty: at least one term is needed")
-        self.terms = {str(name): _term(str(name), block) for name, block in terms.items()}
+    def __init__(self, terms: Mapping[str, Mapping[str, Any] | None]) -> None:
+        given = {str(name): block for name, block in terms.items() if block is not None}
+        if not given:
+            raise RewardError(f"reward.terms {'holds only null' if terms else 'is empty'}: at least one term is needed")
+        self.terms = {name: _term(name, block) for name, block in given.items()}
 
     def __call__(self, batch: RewardBatch) -> RewardOutput:
         """Score ``B`` responses; every term must give one finite number for each.
@@ -144,8 +145,8 @@ def _term(name: str, block: Mapping[str, Any]) -> Term:
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise RewardError(f"{key}.{unknown} is not known: {hint}known keys: {', '.join(Term._fields)}")
     weight, reward = block.get("weight", 1.0), block["reward"]
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
-        raise RewardError(f"{key}.weight = {weight!r} is not allowed: a finite number")
+    if not is_number(weight):
+        raise RewardError(f"{key}.weight = {weight!r} is not allowed: a finite number{too_large(weight)}")
     if not callable(reward):
         raise RewardError(
             f"{key}.reward = {reward!r:.80} cannot be called with a batch; "

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from lightning_rlhf.functional.choices import DType
 from lightning_rlhf.rewards.base import MESSAGES_KEY, RewardBatch, RewardError, origin
 
 log = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ class RewardModel:
         revision: str = "main",
         batch_size: int = 16,
         max_tokens: int | None = None,
-        dtype: str = "float32",
+        dtype: DType = "float32",
         device: torch.device | str = "cpu",
         attn_implementation: str | None = None,
         chat: bool | None = None,

@@ -27,7 +27,7 @@ class ClassifierSettings:
 
     path: str
     """Folder or hub id."""
-    label: str | None = None
+    label: str | int | None = None
     """Name or number of the output that means unsafe; null for a classifier with one output."""
     threshold: float = 0.5
     """Unsafe from this probability of the label on."""
@@ -196,7 +196,7 @@ class TextClassifier:
         alone = logits.shape[1] == 1 or self.model.config.problem_type == "multi_label_classification"
         return (logits.sigmoid() if alone else logits.softmax(-1))[:, self.label]
 
-    def _number_of(self, label: str | None) -> int:
+    def _number_of(self, label: str | int | None) -> int:
         names = {int(number): str(name) for number, name in self.model.config.id2label.items()}
         if label is None and len(names) == 1:
             return 0

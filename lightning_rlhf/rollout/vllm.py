@@ -16,6 +16,7 @@ from lightning_rlhf.accelerators.device import current, generators_kept
 from lightning_rlhf.bounds import bounded
 from lightning_rlhf.errors import SettingError
 from lightning_rlhf.experience import PromptBatch, Rollout
+from lightning_rlhf.functional.choices import EngineDType
 from lightning_rlhf.rollout.assemble import Generated, assemble_rollout, row_seeds
 from lightning_rlhf.rollout.base import BaseEngine, Sampling
 from lightning_rlhf.rollout.binding import Binding, announce, bind, check_prompts, unwrapped
@@ -82,7 +83,7 @@ class VLLMEngine(BaseEngine):
     def __init__(
         self,
         *,
-        dtype: str = "auto",
+        dtype: EngineDType = "auto",
         quantization: str | None = None,
         weight_bits: int | None = None,
         gpu_memory_utilization: float = 0.4,

@@ -13,7 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lightning_rlhf import passwords
+from lightning_rlhf.bounds import WHOLE, bounded
 from lightning_rlhf.errors import ConfigError, Problem
+from lightning_rlhf.kinds import blank, unquoted
 from lightning_rlhf.schema.combinations import combinations
 from lightning_rlhf.schema.keys import (
     MIXIN_SETTINGS,
@@ -65,6 +67,7 @@ def check(config: DictConfig) -> dict[str, Any]:
         mixin_settings,
         trainer_options,
         numbers,
+        texts,
         combinations,
         files,
     )
@@ -87,7 +90,7 @@ def first_look(config: DictConfig, typed: Sequence[str] = ()) -> None:
         raise ConfigError(lost)
     plain, _ = _adopted(given)
     keys = (secrets, top_level, blocks, declared_arguments)
-    _refuse(plain, given, config, *keys, kinds, module_settings, trainer_options, numbers, combinations)
+    _refuse(plain, given, config, *keys, kinds, module_settings, trainer_options, numbers, texts, combinations)
 
 
 def _containers(config: DictConfig) -> dict[str, Any]:
@@ -117,13 +120,16 @@ def _refuse(plain: Mapping[str, Any], given: Mapping[str, Any], config: DictConf
     """Raise with every problem, each under the key that the user knows.
 
     A key of a pasted block has its name there, and a key whose value refers to another key
-    (``module.actor.lr`` is ``${model.lr.actor}``) is reported by both names, the other key first.
+    (``module.actor.lr`` is ``${model.lr.actor}``) is reported by both names, the other key first, unless that one
+    is reported by itself.
     """
     problems = [problem for each in checks for problem in each(plain)]
     if problems:
         named = [replace(problem, key=pasted_name(problem.key, given)) for problem in problems]
         written: Any = OmegaConf.to_container(config, resolve=False)
-        raise ConfigError([_under_its_source(problem, written) for problem in named])
+        own = {problem.key for problem in named}
+        found = [(problem, _under_its_source(problem, written)) for problem in named]
+        raise ConfigError([moved for problem, moved in found if moved is problem or moved.key not in own])
 
 
 def _under_its_source(problem: Problem, written: Mapping[str, Any]) -> Problem:
@@ -137,6 +143,10 @@ def _under_its_source(problem: Problem, written: Mapping[str, Any]) -> Problem:
 
 
 MISSING = object()
+MOST_THREADS = 1024
+"""With many more a process ends without a message."""
+MOST_VISITS = 10_000
+"""The monitor of prompts keeps so many in memory, for each prompt."""
 
 
 # --- values ----------------------------------------------------------------------------------------------------------
@@ -201,20 +211,51 @@ def numbers(config: Mapping[str, Any]) -> Iterator[Problem]:
     optional = ["evaluate_every", "threads", "progress_every", "data.max_prompt_tokens"]
     for key in positive + optional:
         value = get(config, key, default=None if key in optional else MISSING)
-        if value is MISSING or (value is None and key in optional):
+        if value is MISSING:
             continue  # a user's own engine or data module may not have the key
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            yield Problem(key, value, "a whole number >= 1" + (", or null" if key in optional else ""))
+        most = MOST_THREADS if key == "threads" else None
+        try:
+            bounded("", at_least=1, at_most=most, whole=True, optional=key in optional, **{key: value})
+        except SettingError as error:
+            yield error.problem
+    window = get(config, "callbacks.prompt_monitor.window")
+    if isinstance(window, int) and WHOLE > window > MOST_VISITS:
+        yield Problem("callbacks.prompt_monitor.window", window, f"a whole number >= 2 and <= {MOST_VISITS}")
     if config.get("unsupported_precision", "replace") not in ("replace", "refuse"):
         yield Problem("unsupported_precision", config["unsupported_precision"], "replace or refuse")
-    if not isinstance(config.get("output_dir"), str):
-        yield Problem("output_dir", config.get("output_dir"), "the path of a folder")
     branch = config.get("branch")
     if branch is not None and (config.get("resume") is None or not isinstance(branch, bool)):
         yield Problem("branch", branch, "true, false or null together with resume, null without")
     seed = config.get("seed")
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
         yield Problem("seed", seed, "a whole number from 0 to 2**32 - 1")
+
+
+def texts(config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Texts at the top and sources of data: blank ones, and numbers in their place; rewards without a term."""
+    for key, allowed in TEXTS.items():
+        value = get(config, key)
+        wrong = isinstance(value, (int, float) if key in SOURCES else (int, float, dict, list))
+        if wrong or blank(value) or (value is None and key in ("output_dir", "data.train") and get(config, "data")):
+            yield Problem(key, value, f"{allowed}{unquoted(value)}")
+    terms = get(config, "reward.terms")
+    if isinstance(terms, Mapping) and all(term is None for term in terms.values()):
+        yield Problem("reward.terms", terms, "at least one term that is not null")
+
+
+SOURCES = {
+    "data.train": "a file, a folder, a pattern, a list of these, or a block with a _target_ that gives rows",
+    "data.validation": "a file, a folder, a pattern, a list of these, a block with a _target_ that gives rows, or null",
+    "module.ptx.source": "a file, a folder, a pattern, a list of these, or a source block",
+    "callbacks.adaptive_ptx.text": "a file, a folder, a pattern, a list of these, a source block, or null",
+}
+TEXTS = {
+    "output_dir": "the path of a folder",
+    "run_name": "a text that is not blank, or null",
+    "resume": "the folder of a run, a checkpoint, latest, or null",
+    **SOURCES,
+}
+"""Texts that no class of the kit declares as such, and what is allowed."""
 
 
 def files(config: Mapping[str, Any]) -> Iterator[Problem]:

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from lightning_rlhf.errors import Problem
-from lightning_rlhf.kinds import wrong_kind
+from lightning_rlhf.kinds import blank, wrong_kind
 from lightning_rlhf.schema.locate import locate, parameters_of
 from lightning_rlhf.schema.shipped import flatten, groups, known_at_the_top, shipped_keys, train_file
 from lightning_rlhf.schema.signatures import declared
@@ -97,13 +97,26 @@ def declared_arguments(config: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def kinds(config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Values that are not a number, whole number or boolean where a class of the kit needs one."""
+    """Values of another type than the class of the kit needs, and blank texts where a path or a name is needed."""
     for key, node in _targeted(config):
         found = declared(node["_target_"])
         for name in _given(key, node) if found is not None else ():
-            allowed = wrong_kind(node[name], found.annotations.get(name))  # type: ignore[union-attr]
-            if allowed and f"{key}.{name}" not in CHECKED_ELSEWHERE:
+            if f"{key}.{name}" in CHECKED_ELSEWHERE:
+                continue
+            annotation = found.annotations.get(name, "")  # type: ignore[union-attr]
+            allowed = wrong_kind(node[name], annotation)
+            if not allowed and blank(node[name]) and (name in NAMES or "Path" in annotation):
+                allowed = "a text that is not blank" + (", or null" if "None" in annotation else "")
+            if allowed:
                 yield Problem(f"{key}.{name}", node[name], allowed)
+
+
+NAMES = {
+    *("path", "monitor", "experiment_name", "tracking_uri", "run_name", "run_id", "blacklist", "conservative"),
+    *("prompt_field", "answer_field", "text_field", "split", "gguf_file", "attn_implementation", "revision", "device"),
+    *("quantization", "urls", "token_file", "weights_host", "layers", "process_group_backend", "operations"),
+}
+"""Texts that name something; others, such as a system prompt or the name of a CSV folder, may be blank."""
 
 
 CHECKED_ELSEWHERE = {

@@ -205,8 +205,31 @@ def test_a_text_of_its_own_takes_the_place_of_the_held_out_blocks(tmp_path: Path
     assert torch.equal(callback._held_out, blocks) and len(blocks) == 4
     with pytest.raises(InputError, match=r"callbacks\.adaptive_ptx has nothing to probe: set module\.ptx\.held_out"):
         fit(ptx_module(ptx=PTX | {"held_out": 0}), [AdaptivePTX()])
-    with pytest.raises(ValueError, match=r"callbacks\.adaptive_ptx\.text: .*no text in the column 'words'"):
+    with pytest.raises(ValueError, match=r"callbacks\.adaptive_ptx\.text = .*: .*no text in the column 'words'"):
         fit(ptx_module(), [AdaptivePTX(text=str(tmp_path / "other.txt"), text_field="words")])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("empty.txt", "", "the text has 0 tokens, fewer than one block"),
+        ("short.txt", "12+3", "fewer than one block of module.ptx.length"),
+        ("other.txt", "12+34=46 \u65e5 " * 20, "the model has no token for '\u65e5'"),
+        ("rows.jsonl", '{"words": "1+1"}', "no text in the column 'text' (columns: words)"),
+        ("table.csv", "text\n1+1", "is not a data file"),
+        ("gone.txt", None, "there is no file"),
+        (5, None, "5 is not a data source"),
+    ],
+)
+def test_a_text_that_cannot_be_used_is_invalid_input(tmp_path: Path, name: Any, content: str | None, said: str) -> None:
+    """An error of the user's input, so the command tells it on one screen and ends with 2."""
+    path = tmp_path / str(name)
+    if content is not None:
+        path.write_text(content, encoding="utf-8")
+    with pytest.raises(InputError) as caught:
+        fit(ptx_module(), [AdaptivePTX(text=name if name == 5 else str(path))])
+    given = name if name == 5 else str(path)
+    assert str(caught.value).startswith(f"callbacks.adaptive_ptx.text = {given!r}: ") and said in str(caught.value)
 
 
 def test_without_ptx_it_is_refused() -> None:

@@ -155,3 +155,16 @@ def test_a_list_without_a_penalty_to_multiply_is_refused(compose: Any, tmp_path:
     with pytest.raises(ConfigError, match=r"data\.conservative.*\n.*null with module\.kl\.coefficient = 0"):
         schema.check(compose(f"data.conservative={path}", "module.kl.coefficient=0"))
     assert schema.check(compose(f"data.conservative={path}"))["data"]["conservative"] == path
+
+
+def test_a_key_with_two_factors_is_refused_with_both_lines(tmp_path: Path) -> None:
+    path = written(tmp_path, f"{KEYS[0]} 3\n{KEYS[1]}\n# twice\n{KEYS[0]}\n")
+    with pytest.raises(DataError, match=rf":4: {KEYS[0]} has the factor 2 here and 3 in line 1; allowed is one"):
+        read_list(path, "data.conservative", factor=2.0)
+    path = written(tmp_path, f"{KEYS[0]} 2\n{KEYS[0]}\n{KEYS[0]} 2.0\n")
+    assert read_list(path, "data.conservative", factor=2.0) == {KEYS[0]: 2.0}
+
+
+def test_a_factor_beyond_float32_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="factor '1e39' is not allowed"):
+        read_list(written(tmp_path, f"{KEYS[0]} 1e39"), "data.conservative", factor=2.0)

@@ -297,3 +297,18 @@ def test_collate_keeps_all_fields_side_by_side():
     assert batch.ids == [prompt.ids for prompt in prompts]
     assert (batch.texts, batch.keys, batch.passes) == (["1", "22"], [prompt_key("1"), prompt_key("22")], [0, 1])
     assert batch.rows[0] is prompts[0].row
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        (
+            {"messages": [{"role": "user", "content": "a"}]},
+            r"; 'messages' holds messages: data\.prompt_field=messages$",
+        ),
+        ({"tags": ["a"], "docs": [{"title": "x"}], "messages": []}, r"\(columns: answer, docs, messages, tags\)$"),
+    ],
+)
+def test_a_column_of_messages_is_suggested(columns, said):
+    with pytest.raises(DataError, match=said):
+        PromptEncoder(toy_tokenizer()).render({SOURCE_KEY: "a:3", "answer": "1", **columns})

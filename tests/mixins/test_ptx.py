@@ -350,7 +350,10 @@ def test_without_a_block_nothing_is_added() -> None:
         ({"tokens_per_step": 15}, r"module\.ptx\.tokens_per_step = 15 is not allowed: a whole number >= 16"),
         ({"coefficient": 0}, r"module\.ptx\.coefficient = 0 is not allowed: a finite number > 0"),
         ({"held_out": -1}, r"module\.ptx\.held_out = -1 is not allowed: a whole number >= 0"),
-        ({"held_out": 51}, r"module\.ptx\.held_out = 51 is not allowed: less than the \d+ blocks of 16 tokens"),
+        (
+            {"held_out": 51},
+            r"held_out = 51 is not allowed: a number below (\d+), as the text has \1 blocks of 16 tokens",
+        ),
         ({"gamma": 1}, r"module\.ptx\.gamma = 1 is not allowed: .*known keys: source"),
     ],
 )

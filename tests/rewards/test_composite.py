@@ -51,12 +51,10 @@ def test_fault_of_a_term_names_it():
         reward(batch("x"))
 
 
-@pytest.mark.parametrize(
-    ("weight", "value", "total"), [(100, 1e38, "inf"), (-100, 1e38, "-inf"), (1e39, 0.0, "nan")], ids=str
-)
+@pytest.mark.parametrize(("weight", "value", "total"), [(100, 1e38, "inf"), (-100, 1e38, "-inf")], ids=str)
 def test_a_weighted_sum_that_leaves_float32_is_refused_and_names_the_terms(weight, value, total):
     terms = {"big": {"reward": lambda batch: [0.0, value], "weight": weight}, "length": {"reward": length}}
-    with pytest.raises(RewardError, match=rf"sum of the reward terms is ({total}|nan), .*train\.jsonl:") as error:
+    with pytest.raises(RewardError, match=rf"sum of the reward terms is {total}, .*train\.jsonl:") as error:
         CompositeReward(terms)(batch("x", "xyz"))
     assert (
         f"{weight:g} * " in str(error.value) and "(big) + 1 * " in str(error.value) and "(length)" in str(error.value)
@@ -72,6 +70,8 @@ def test_a_weighted_sum_at_the_edge_of_float32_is_kept():
     ("terms", "message"),
     [
         ({}, r"reward\.terms is empty"),
+        ({"a": None, "b": None}, r"reward\.terms holds only null: at least one term"),
+        ({"a": {"reward": length, "weight": 1e39}}, r"reward\.terms\.a\.weight = 1e\+39 .*float32 ends at 3\.4e\+38"),
         ({"a b": {"reward": length}}, r"reward\.terms\.a b: a term's name becomes a metric's name"),
         ({"reward_mean": {"reward": length}}, r"reward\.terms\.reward_mean: .* none of"),
         ({"a": {"weight": 1.0}}, r"reward\.terms\.a must be a block"),
@@ -85,6 +85,10 @@ def test_a_weighted_sum_at_the_edge_of_float32_is_kept():
 def test_invalid_terms_are_refused(terms, message):
     with pytest.raises(RewardError, match=message):
         CompositeReward(terms)
+
+
+def test_a_term_that_is_null_is_left_out():
+    assert list(CompositeReward({"a": None, "b": {"reward": length}}).terms) == ["b"]
 
 
 def test_rows_are_checked_before_training():

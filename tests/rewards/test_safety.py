@@ -155,6 +155,13 @@ def test_a_language_model_is_no_classifier(tmp_path: Path) -> None:
         filter_of(classifier={"path": str(tmp_path), "label": "0"})
 
 
+def test_a_reply_with_characters_that_the_model_lacks_is_refused() -> None:
+    with pytest.raises(
+        SettingError, match=r"module\.safety\.reply = '4\u00e4' .* can read: the model has no token for '\u00e4'"
+    ):
+        tiny_module(safety={**ODD, "action": "replace", "reply": "4\u00e4"})
+
+
 def test_a_reply_that_is_too_long_is_refused() -> None:
     with pytest.raises(SettingError, match=r"module\.safety\.reply = '1111111' .* at most rollout\.max_new_tokens = 6"):
         tiny_module(safety={**ODD, "action": "replace", "reply": "1111111"})

@@ -121,7 +121,7 @@ BAD = {
     "half a prompt": (["data.prompts_per_iteration=2.5"], "data.prompts_per_iteration", "a whole number >= 1"),
     "no sample": (["rollout.samples=0"], "rollout.samples", "a whole number >= 1"),
     "negative seed": (["seed=-1"], "seed", "a whole number from 0"),
-    "no threads": (["threads=0"], "threads", "a whole number >= 1, or null"),
+    "no threads": (["threads=0"], "threads", "a whole number >= 1 and <= 1024, or null"),
     "learning rate of an unknown part": (["+model.lr.reference=1"], "model.lr.reference", "nothing reads this key"),
     "gae without critic": (["model.policy.critic=none"], "module.advantage.estimator", "gae needs a critic"),
     "grpo with a critic": (
