@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import sys
 import traceback
@@ -12,15 +11,17 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from lightning_rlhf import __version__, passwords
+from lightning_rlhf import __version__
+from lightning_rlhf.command_words import flags_first, refuse_words
 from lightning_rlhf.errors import InputError, RunEnded, SettingError
 from lightning_rlhf.help import help_text
 from lightning_rlhf.quiet import log_once, quiet, quiet_libraries
-from lightning_rlhf.schema.shipped import groups
 from lightning_rlhf.threads import wait_passively
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+    from lightning_rlhf.runs.resume import Resumption
 
 VERBS = ("train", "eval", "export", "prompts", "serve")
 
@@ -117,7 +118,7 @@ def _train(arguments: list[str]) -> None:
     from lightning_rlhf.runs.sweep import Jobs
     from lightning_rlhf.schema.searchpath import register
 
-    _refuse_words(arguments)
+    refuse_words(arguments)
     refused: list[InputError | RunEnded] = []
     typed, resumption, jobs = arguments, None, Jobs(arguments)
     begun: list[bool] = []
@@ -152,17 +153,11 @@ def _train(arguments: list[str]) -> None:
 
         name = shared_name()
     if any(word.startswith("resume=") for word in arguments):
-        from lightning_rlhf.runs.recompose import Composition, parse
-
-        parse(Composition.of_command(arguments).overrides)  # refuse unreadable overrides before heavy imports
-        quiet_libraries()  # the run may use vLLM, and its checkpoint is read by torch
-        from lightning_rlhf.runs.resume import from_command
-
-        arguments, resumption = from_command(arguments, name and f"outputs/{name}")
+        arguments, resumption = _resumed(arguments, name and f"outputs/{name}")
     if name and not any(word.startswith("hydra.run.dir=") for word in arguments):
         arguments = [f"hydra.run.dir=outputs/{name}", f"hydra.sweep.dir=multirun/{name}", *arguments]
     try:
-        with _argv(["lightning-rlhf", *_flags_first(arguments)]), _folder_made(begun):
+        with _argv(["lightning-rlhf", *flags_first(arguments)]), _folder_made(begun):
             run()
     finally:
         from lightning_rlhf.runs.folder import remove_unused
@@ -173,56 +168,14 @@ def _train(arguments: list[str]) -> None:
         raise refused[0]
 
 
-def _flags_first(arguments: list[str]) -> list[str]:
-    """Hydra's parser reads no overrides after a flag that follows one; the order is kept otherwise."""
-    flags = [word for word in arguments if word.startswith("-") or not ("=" in word or word.startswith("~"))]
-    return [*flags, *(word for word in arguments if word not in flags)]
+def _resumed(arguments: list[str], shared: str | None) -> tuple[list[str], Resumption | None]:
+    from lightning_rlhf.runs.recompose import Composition, parse
 
+    parse(Composition.of_command(arguments).overrides)  # refuse unreadable overrides before heavy imports
+    quiet_libraries()  # the run may use vLLM, and its checkpoint is read by torch
+    from lightning_rlhf.runs.resume import from_command
 
-FLAGS = {
-    "--cfg": 1, "-c": 1, "--package": 1, "-p": 1, "--config-path": 1, "-cp": 1, "--config-name": 1, "-cn": 1,
-    "--config-dir": 1, "-cd": 1, "--experimental-rerun": 1, "--info": 1, "-i": 1,
-    "--resolve": 0, "--run": 0, "-r": 0, "--multirun": 0, "-m": 0, "--hydra-help": 0, "--version": 0,
-    "--shell-completion": 0, "-sc": 0,
-}  # fmt: skip
-"""Hydra's flags, and how many values each takes."""
-
-
-def _refuse_words(arguments: list[str]) -> None:
-    """Refuse settings in other programs' style (``--lr 3``, ``--lr=3``, ``lr``), groups set to null, and passwords."""
-    before = ""
-    for word in arguments:
-        flag = word.partition("=")[0]
-        if passwords.is_in(word):  # before Hydra saves the command line
-            raise InputError(f"{passwords.hidden_value(word)} is not allowed: {passwords.refused(flag)}")
-        if word.startswith("-") and flag not in FLAGS:
-            from lightning_rlhf.schema.shipped import shipped_keys
-            from lightning_rlhf.schema.spelling import hint
-
-            key, keys = flag.lstrip("-").replace("-", "_"), shipped_keys()
-            flags = get_close_matches(flag, [name for name in FLAGS if name.startswith("--")], n=1, cutoff=0.75)
-            near = f"did you mean {(flags or [key])[0]}?" if flags or key in keys else hint(key, keys)
-            raise InputError(
-                f"{word} is no flag{'; ' if near else ''}{near}\n"
-                "Settings are written key=value without dashes, as in iterations=100. "
-                "Flags: --cfg job, --info, --multirun, --config-dir FOLDER, --hydra-help"
-            )
-        if not word.startswith(("-", "~")) and "=" not in word and not FLAGS.get(before):
-            raise InputError(f"{word!r} is not allowed: settings are written key=value, without blanks")
-        before = word
-        group, _, option = word.partition("=")
-        if word.startswith("="):
-            raise InputError(f"{word!r} is not allowed: settings are written key=value")
-        if re.fullmatch(r"-?[\d.]+|true|false", option) and group in groups():  # Hydra takes names only
-            raise InputError(f"there is no {word}; options of {group}: {', '.join(groups()[group])}")
-        if group in ("~model", "~data"):  # other groups follow these two
-            name = group[1:]
-            raise InputError(f"{word} is not allowed: {name} is a group of files; one of {', '.join(groups()[name])}")
-        if group == "resume" and not option.strip(" \t'\""):
-            raise InputError(f"{word} is not allowed: the folder of a run, a checkpoint, latest, or null")
-        if option == "null" and group in groups():
-            off = f"{group}=none" if "none" in groups()[group] else f"one of {', '.join(groups()[group])}"
-            raise InputError(f"{word} is not allowed: {group} is a group of files; {off}")
+    return from_command(arguments, shared)
 
 
 def _refuse_missing_options() -> None:

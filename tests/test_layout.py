@@ -35,7 +35,20 @@ FLOORS: list[set[str]] = [
     | {"optimizer", "scoring", "screening", "generation", "validation", "logbook"},
     {"callbacks", "checkpoint", "reporting", "distributed.strategies"},
     {"schema", "precision", "warmup", "distributed.ray_settings", "accelerators"},
-    {"assembly", "run", "runs", "train", "distributed", "cli", "help", "serve", "export", "evaluate", "prompts"},
+    {
+        "assembly",
+        "run",
+        "runs",
+        "train",
+        "distributed",
+        "cli",
+        "command_words",
+        "help",
+        "serve",
+        "export",
+        "evaluate",
+        "prompts",
+    },
 ]
 """Lowest floor first; the longest matching name counts. A module may import from its own floor and those below."""
 
