@@ -317,12 +317,12 @@ def build(
         raise SettingError(block, dict(values), f"missing: {', '.join(missing)}")
     for name, value in values.items():
         allowed = wrong_kind(value, str(known[name].type))
+        if not allowed and name in NOT_BLANK and blank(value):
+            allowed = "a text that is not blank"
         if allowed:
             fitting = {n: v for n, v in values.items() if n == name or not wrong_kind(v, str(known[n].type))}
             alone = {n: v for n, v in fitting.items() if n == name or known[n].default is MISSING}
             raise SettingError(f"{block}.{name}", value, _in_own_words(kind, (fitting, alone), name, allowed))
-        if name in NOT_BLANK and blank(value):
-            raise SettingError(f"{block}.{name}", value, "a text that is not blank")
     try:
         return kind(**values)
     except SettingError as error:
