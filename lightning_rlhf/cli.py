@@ -133,7 +133,7 @@ def _train(arguments: list[str]) -> None:
         os.chdir(hydra.utils.get_original_cwd())
         composition = Composition.of_command(typed).of_job()
         try:
-            with jobs.one():
+            with jobs.one() as metrics:
                 _refuse_missing_options()
                 first_look(config, HydraConfig.get().overrides.task)  # the imports below take many seconds
                 if str(config.rollout.get("_target_")).endswith("VLLMEngine"):
@@ -142,7 +142,8 @@ def _train(arguments: list[str]) -> None:
 
                 log_once()  # only now: importing Lightning adds the handler to remove
                 with _told(config.output_dir):
-                    return train(config, resumption=resumption, composition=composition)
+                    metrics |= train(config, resumption=resumption, composition=composition)
+                return metrics
         except (InputError, RunEnded) as error:
             refused.append(error)  # raised below: Hydra would print all overrides before the message
 

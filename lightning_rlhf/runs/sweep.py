@@ -36,17 +36,22 @@ class Jobs:
     failed: int = 0
 
     @contextmanager
-    def one(self) -> Iterator[None]:
-        """Context of one job. In a sweep its error is recorded, and the next job begins."""
+    def one(self) -> Iterator[dict[str, float]]:
+        """Context of one job. In a sweep its error is recorded, and the next job begins.
+
+        Yields:
+            Where the job's last metrics go, for its line.
+        """
+        metrics: dict[str, float] = {}
         hydra = HydraConfig.get()
         if hydra.mode is not RunMode.MULTIRUN:
-            yield
+            yield metrics
             return
         swept = {o.key_or_group for o in parse(Composition.of_command(self.typed).overrides) if o.is_sweep_override()}
         own = [word for word in hydra.overrides.task if word.partition("=")[0].lstrip("+") in swept]
         name = f"job {hydra.job.num} ({' '.join(own or hydra.overrides.task)})"
         try:
-            yield
+            yield metrics
         except Exception as error:
             self.failed += 1
             said = isinstance(error, (InputError, RunEnded))  # the message needs no class name before it
@@ -57,7 +62,9 @@ class Jobs:
             _keep(reason, Path(hydra.runtime.output_dir))
             self.lines.append(f"{name}: failed: {reason}".replace("\n", "\n    "))
         else:
-            self.lines.append(f"{name}: done, in {hydra.runtime.output_dir}")
+            shown = next((key for key in ("eval/reward_mean", "reward/mean") if key in metrics), None)
+            result = "" if shown is None else f"{shown} {metrics[shown]:.4g}, "
+            self.lines.append(f"{name}: done, {result}in {hydra.runtime.output_dir}")
 
     def report(self) -> None:
         """Print the results of the jobs.

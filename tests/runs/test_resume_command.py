@@ -192,7 +192,7 @@ def test_a_job_of_a_sweep_and_the_others_of_it(project: Path, capsys: pytest.Cap
     error = capsys.readouterr().err
     assert "3 jobs, 2 of them failed" in error and "nothing was started" not in error
     for line in (
-        r"job 0 \(seed=1\): done, in .*sweep/0",
+        r"job 0 \(seed=1\): done, (eval/reward_mean|reward/mean) [\d.e+-]+, in .*sweep/0",
         r"job 1 \(seed=2\): failed: RuntimeError: the power is cut",
         r"job 2 \(seed=-1\): failed: seed = -1",
     ):
