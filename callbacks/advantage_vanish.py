@@ -49,7 +49,8 @@ class AdvantageVanish(RLHFCallback):
         limit = self.threshold * usual if self.relative else self.threshold
         if size < limit or size == 0:
             of = f"{self.threshold:g} x {usual:.2g}, the usual" if self.relative else f"{self.threshold}"
-            module.control.stop_epochs(f"mean |advantage| {size:.2g} under {of}")
+            reason = f"mean |advantage| {size:.2g} under {of}" if size else "all advantages are 0: scores are all equal"
+            module.control.stop_epochs(reason)
         else:
             self.sizes = [*self.sizes, size][-MEMORY:]
 

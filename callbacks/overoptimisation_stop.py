@@ -17,14 +17,14 @@ from lightning_rlhf.callbacks.base import RLHFCallback
 from lightning_rlhf.callbacks.checks import bounded
 from lightning_rlhf.checkpoint import IterationCheckpoint
 from lightning_rlhf.checkpoint.random_state import random_state_kept
-from lightning_rlhf.distributed.processes import gather_objects, together
+from lightning_rlhf.distributed.processes import gather_objects, place, together
 from lightning_rlhf.errors import InputError
 from lightning_rlhf.events import EvaluationStats
 from lightning_rlhf.experience import Experience
 from lightning_rlhf.faults import Faults
 from lightning_rlhf.module import ActorCriticModule
 from lightning_rlhf.rewards import Reward, RewardBatch, RewardError
-from lightning_rlhf.rewards.base import checked_scores, has_state, in_words, origin
+from lightning_rlhf.rewards.base import checked_scores, has_state, in_words, origin, restore_state
 from lightning_rlhf.settings import SettingError
 
 BLOCK = "callbacks.overoptimisation_stop"
@@ -198,14 +198,21 @@ class OveroptimisationStop(RLHFCallback):
     def state_dict(self) -> dict[str, Any]:
         state = {name: getattr(self, name) for name in ("best", "falls", "uncorrelated", "history")}
         gold: Any = self.gold
-        return state | ({"gold": gold.state_dict()} if has_state(gold) else {})
+        return state | ({"gold": gather_objects(gold.state_dict())} if has_state(gold) else {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best, self.history = state_dict["best"], [list(check) for check in state_dict["history"]]
         self.falls, self.uncorrelated = state_dict["falls"], state_dict["uncorrelated"]
         gold: Any = self.gold
         if has_state(gold) and "gold" in state_dict:
-            gold.load_state_dict(state_dict["gold"])
+            states, (rank, world) = state_dict["gold"], place()
+            alike = len(states) == world
+            if not alike:
+                rank_zero_warn(
+                    f"the checkpoint holds the states of {BLOCK}.gold of {len(states)} processes, and this run has "
+                    f"{world}: each goes on with that of process 0"
+                )
+            restore_state(f"{BLOCK}.gold", gold, states[rank if alike else 0])
 
     # --- helpers -----------------------------------------------------------------------------------------------------
 
@@ -236,7 +243,11 @@ class OveroptimisationStop(RLHFCallback):
 
     def _kept(self, trainer: Trainer) -> str:
         """The checkpoint with the best gold score, in words."""
-        saver = next((s for s in _savers(trainer) if (s.monitor, s.mode) == (GOLD, "max") and s.best_model_path), None)
+        savers = [saver for saver in _savers(trainer) if (saver.monitor, saver.mode) == (GOLD, "max")]
+        now = self.history[-1][0] if self.history else None
+        if savers and self.best is not None and self.best["iteration"] == now:
+            return "this check is the best, and its checkpoint is written now"
+        saver = next((saver for saver in savers if saver.best_model_path), None)
         if saver is None:
             return f"no checkpoint of the best is kept, see callbacks.checkpoint.monitor={GOLD}"
         score = f"{saver.best_model_score:.4g}" if saver.best_model_score is not None else "not measured"

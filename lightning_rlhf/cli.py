@@ -172,6 +172,11 @@ def _train(arguments: list[str]) -> None:
 def _resumed(arguments: list[str], shared: str | None) -> tuple[list[str], Resumption | None]:
     from lightning_rlhf.runs.recompose import Composition, parse
 
+    if {"--cfg", "-c"} & {*arguments}:
+        raise InputError(
+            "--cfg is not allowed beside resume=: it would show a new run, and a resumed one takes its settings from "
+            "its checkpoint. RUN/.hydra/config.yaml has those it began with; resume=RUN prints what it changes"
+        )
     parse(Composition.of_command(arguments).overrides)  # refuse unreadable overrides before heavy imports
     quiet_libraries()  # the run may use vLLM, and its checkpoint is read by torch
     from lightning_rlhf.runs.resume import from_command

@@ -170,6 +170,7 @@ OVERRIDES = {
     "its option": (["~data=arithmetic"], "data is a group of files; one of arithmetic, "),
     "blank run to resume": (["resume="], "resume= is not allowed: the folder of a run, a checkpoint, latest"),
     "quoted blank run to resume": (["resume=' '"], "resume=' ' is not allowed: the folder of a run"),
+    "the settings of a run to resume": (["resume=somewhere", "--cfg", "job"], "--cfg is not allowed beside resume="),
     "huge coefficient": (["module.kl.coefficient=1e39"], "a finite number >= 0 (float32 ends at 3.4e+38)"),
     "huge length": (["iterations=99999999999999999999"], "a whole number >= 1 (whole numbers are below 2**63)"),
     "blank folder": (["callbacks.checkpoint.dirpath=''"], "callbacks.checkpoint.dirpath = ''\n    a text that is"),
@@ -275,6 +276,10 @@ def test_the_quoting_that_is_shown_works(elsewhere, capsys, word):
     key, _, value = word.partition("=")
     known = [] if key != "model.source.eos_token" else ["+model.source.eos_token=x"]
     typed = subprocess.run(["bash", "-c", f"printf %s {shown}"], capture_output=True, text=True, check=True).stdout
+    if key == "resume":  # of which --cfg shows nothing
+        assert cli.main(["train", typed]) == 2
+        assert f"checkpoint = {value!r} does not exist" in capsys.readouterr().err
+        return
     assert cli.main(["train", *known, "--cfg", "job", typed]) == 0
     assert OmegaConf.select(OmegaConf.create(capsys.readouterr().out), key) == value
 

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.utilities.memory import is_oom_error
 from torch import Tensor, nn
 
+from lightning_rlhf.errors import InputError
 from lightning_rlhf.experience import Finish, prompt_key
 from lightning_rlhf.interruption import from_signal
 
@@ -157,6 +158,21 @@ def has_state(reward: Any) -> bool:
     """Whether a reward can save and restore a state; not a PyTorch module, whose weights do not belong there."""
     methods = (getattr(reward, name, None) for name in ("state_dict", "load_state_dict"))
     return not isinstance(reward, nn.Module) and all(map(callable, methods))
+
+
+def restore_state(what: str, reward: Any, state: Any) -> None:
+    """Give a reward the state that a checkpoint holds for it.
+
+    Raises:
+        InputError: it does not accept it, such as that of another class.
+    """
+    try:
+        reward.load_state_dict(state)
+    except Exception as error:  # a user's class may raise anything
+        raise InputError(
+            f"{what}: {type(reward).__name__} cannot take up the state that the checkpoint holds for it "
+            f"({type(error).__name__}: {error}); name the scorer that wrote it, or begin a new run"
+        ) from error
 
 
 def in_words(error: Exception, row: Mapping[str, Any] | None) -> str:

@@ -14,7 +14,16 @@ from torch import Tensor
 
 from lightning_rlhf.bounds import is_number, too_large
 from lightning_rlhf.faults import Faults
-from lightning_rlhf.rewards.base import Reward, RewardBatch, RewardError, evaluate, has_state, in_words, origin
+from lightning_rlhf.rewards.base import (
+    Reward,
+    RewardBatch,
+    RewardError,
+    evaluate,
+    has_state,
+    in_words,
+    origin,
+    restore_state,
+)
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +123,7 @@ class CompositeReward:
         mine = self._with_state()
         for name, reward in mine.items():
             if name in states:
-                reward.load_state_dict(states[name])
+                restore_state(f"reward.terms.{name}", reward, states[name])
         if fresh := [f"reward.terms.{name}" for name in mine if name not in states]:
             log.warning("the checkpoint holds no state of %s: it starts afresh", ", ".join(fresh))
 

@@ -219,7 +219,7 @@ def recomposed(saved: Mapping[str, Any], own: Composition, new: Composition) -> 
     folder = str(saved.get("output_dir"))
     if not new.overrides:
         return copy.deepcopy(dict(saved)), own
-    before = compose(own, folder)
+    own, before = _composed(own, folder)
     direct: list[str] = []
     while True:
         both = own.followed_by(replace(new, overrides=tuple(w for w in new.overrides if w not in direct)))
@@ -244,6 +244,22 @@ def recomposed(saved: Mapping[str, Any], own: Composition, new: Composition) -> 
     config = apply_difference(saved, resolved(before), resolved(after), values)
     config = adopt(with_values(config, direct))[0]  # an override of a pasted veRL block changes our key
     return config, replace(both, overrides=(*both.overrides, *direct))
+
+
+def _composed(own: Composition, folder: str) -> tuple[Composition, DictConfig]:
+    """A run's composition, without recorded overrides that changed its values directly, and what it gives.
+
+    The values of such overrides are in the run's recorded configuration.
+    """
+    while True:
+        try:
+            return own, compose(own, folder)
+        except ConfigCompositionException as error:
+            key = _key_in(error)
+            kept = tuple(word for word in own.overrides if not key or _key(word) != key)
+            if len(kept) == len(own.overrides):
+                raise
+            own = replace(own, overrides=kept)
 
 
 def apply_difference(

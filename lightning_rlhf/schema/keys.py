@@ -113,6 +113,7 @@ def kinds(config: Mapping[str, Any]) -> Iterator[Problem]:
 
 NAMES = {
     *("path", "monitor", "experiment_name", "tracking_uri", "run_name", "run_id", "blacklist", "conservative"),
+    "group_column",
     *("prompt_field", "answer_field", "text_field", "split", "gguf_file", "attn_implementation", "revision", "device"),
     *("quantization", "urls", "token_file", "weights_host", "layers", "process_group_backend", "operations"),
 }

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -341,6 +342,37 @@ def test_a_run_killed_in_a_check_ends_as_the_whole_one(tmp_path: Path) -> None:
     assert resumed["reason"] == whole["reason"] and resumed["state"] == whole["state"]
     assert same(resumed["weights"], whole["weights"])
     assert resumed["control"].state_dict() == whole["control"].state_dict()
+
+
+def test_each_rank_gets_the_state_of_its_own_gold_scorer_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank stands for itself here: only what is gathered and taken back is looked at."""
+    module = "lightning_rlhf.callbacks.overoptimisation_stop"
+    scorer = Noisy()
+    stop = OveroptimisationStop(scorer)
+    monkeypatch.setattr(f"{module}.gather_objects", lambda mine: [mine, {"calls": 5}])
+    scorer.calls = 3
+    saved = stop.state_dict()
+    monkeypatch.setattr(f"{module}.place", lambda: (1, 2))
+    stop.load_state_dict(saved)
+    assert scorer.calls == 5
+    monkeypatch.setattr(f"{module}.place", lambda: (0, 1))
+    with pytest.warns(UserWarning, match="of 2 processes, and this run has 1: each goes on with that of process 0"):
+        stop.load_state_dict(saved)
+    assert scorer.calls == 3
+    with pytest.raises(InputError, match=r"overoptimisation_stop\.gold: Noisy cannot take up the state .*KeyError"):
+        stop.load_state_dict(saved | {"gold": [{"other": 1}]})
+
+
+def test_a_stop_at_the_best_check_names_no_earlier_checkpoint() -> None:
+    stop = OveroptimisationStop(odd_digits, min_spearman=1.0, patience=1)
+    saver = IterationCheckpoint("nowhere", monitor="eval/gold_mean", mode="max")
+    saver.best_model_path, saver.best_model_score = "earlier.ckpt", 0.1
+    trainer: Any = SimpleNamespace(callbacks=[stop, saver])
+    stop.judge(1, rows(0.1, 0.1, 0.2))
+    assert stop.judge(2, rows(0.9, 0.8, 0.7)) is not None
+    assert stop._kept(trainer) == "this check is the best, and its checkpoint is written now"
+    stop.judge(3, rows(0.5, 0.5, 0.4))
+    assert stop._kept(trainer).endswith("(0.1) is earlier.ckpt")
 
 
 def before_training(**trainer: Any) -> tuple[Any, Any, OveroptimisationStop]:

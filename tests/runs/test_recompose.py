@@ -66,6 +66,17 @@ def test_an_override_of_a_pasted_verl_block_changes_our_key() -> None:
     assert config["module"]["rollout_correction"]["rollout_is"] == "token"
 
 
+def test_a_branch_by_our_name_of_a_pasted_key_can_be_changed_again() -> None:
+    pasted = Composition(("+algorithm.rollout_correction={rollout_is: token, rollout_is_threshold: 3.0}",))
+    saved = adopt(resolved(compose(pasted, "/runs/1")))[0]
+    ours = Composition(("module.rollout_correction.rollout_is_threshold=5.0",))
+    branch, composition = recomposed(saved, pasted, ours)
+    config, last = recomposed(branch, composition, Composition(("iterations=9",)))
+    assert dict(differences(branch, config)) == {"iterations": (branch["iterations"], 9)}
+    again, _ = recomposed(config, last, Composition(("algorithm.rollout_correction.rollout_is_threshold=6.0",)))
+    assert dict(differences(config, again)) == {"module.rollout_correction.rollout_is_threshold": (5.0, 6.0)}
+
+
 def test_an_option_of_a_group_brings_its_values_and_takes_those_of_the_former(saved: dict, own: Composition) -> None:
     config, composition = recomposed(saved, own, Composition(("callbacks=none",)))
     assert list(config["callbacks"]) == ["mine"], "what was added stays"
