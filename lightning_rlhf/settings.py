@@ -355,6 +355,6 @@ def _in_own_words(kind: type[Any], tries: Sequence[Mapping[str, Any]], name: str
             if allowed.startswith(("a text", "a list of texts")):
                 return "".join([error.allowed, *allowed.partition(";")[1:]])
         except (TypeError, ValueError, AttributeError, ArithmeticError):
-            pass  # the check fails on a value of this type; the caller reports the type
+            return allowed  # the check cannot compare a value of this type; the caller refuses it, with these words
         break
     return allowed

@@ -132,8 +132,6 @@ class RolloutCorrectionSettings:
             "rollout_is_dtype": tuple(STORAGE),
             "missing_logprobs": get_args(Missing),
             "loss_type": ("ppo_clip", "reinforce"),
-            "rollout_is_batch_normalize": (True, False),
-            "bypass_mode": (True, False),
         }
         for name, allowed in words.items():
             value = getattr(self, name)

@@ -475,7 +475,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"rollout_is_threshold_lower": 0.5}, "rollout_is_threshold_lower", "no lower cap"),
     ({"rollout_is_mode": "mask", "rollout_is_threshold_lower": 3.0}, "rollout_is_threshold_lower", "at most"),
     ({"rollout_is_mode": "mask", "rollout_is_threshold": 0.5}, "rollout_is_threshold", "at most"),
-    ({"rollout_is_batch_normalize": "yes"}, "rollout_is_batch_normalize", "true.* false"),
+    ({"rollout_is_batch_normalize": "yes"}, "rollout_is_batch_normalize", "true or false"),
     ({"rollout_is_dtype": "int8"}, "rollout_is_dtype", "float32, float16"),
     ({"rollout_is_dtype": "bfloat16", "rollout_is": "token"}, "rollout_is_dtype", "may change a weight"),
     ({"rollout_is_dtype": "float16", "rollout_is_threshold": 4.1}, "rollout_is_dtype", "up to a threshold of 4"),
