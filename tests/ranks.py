@@ -117,6 +117,7 @@ def _rank(rank: int, shared: dict[str, str], folder: Path, call: bytes, process_
     log = os.open(f"rank_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    faulthandler.enable(log)  # a crash of native code names the Python line that it happened in
     faulthandler.dump_traceback_later(0.9 * timeout, file=log)
     os.environ.update(shared, RANK=str(rank), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
