@@ -1,4 +1,4 @@
-"""One training in one process: seed -> assemble -> fit -> closing lines."""
+"""One training in one process: trainer -> parts from a fixed seed -> fit -> closing lines."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def _run(plain: dict[str, Any]) -> dict[str, float]:
     if is_first():
         introduce(plain, replaced)
     checkpoint = None if plain["resume"] is None else find_checkpoint(plain["resume"])
+    trainer = make_trainer(plain)  # first: a callback or logger that cannot be built costs no loading and no warm-up
     parts = assemble(plain)
     parts.datamodule.accept_other_data = plain["resume_on_other_data"]
     if checkpoint is not None:
         refuse_other_data(parts, checkpoint)
     with closing(parts.module.engine):
-        trainer = make_trainer(plain)
         if checkpoint is not None:
             refuse_other_model(parts.module, trainer, checkpoint)
             tell(trainer.loggers, "log_start", read_settings(checkpoint)[1])

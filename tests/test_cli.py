@@ -546,6 +546,15 @@ def test_data_is_read_and_checked_before_weights_are_loaded(elsewhere, run_tiny,
     assert "model.source.path = './model' cannot be loaded" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("group", ["callbacks", "logger"])
+def test_callbacks_and_loggers_are_built_before_data_and_weights_are_loaded(elsewhere, run_tiny, monkeypatch, group):
+    def assemble(*arguments, **options):
+        raise AssertionError("parts are built although a callback or logger cannot be")
+
+    monkeypatch.setattr("lightning_rlhf.run.assemble", assemble)
+    assert run_tiny(f"+{group}.mine._target_=builtins.dict") == 2
+
+
 def test_a_model_path_that_does_not_exist_is_refused(elsewhere, capsys):
     assert cli.main(["train", "model=hf", "model.source.path=./no_model", "hydra.run.dir=run"]) == 2
     error = capsys.readouterr().err
