@@ -32,7 +32,8 @@ from lightning_rlhf.module import ActorCriticModule
 from lightning_rlhf.quiet import quiet_loading
 from lightning_rlhf.reporting import blocks_of
 from lightning_rlhf.reporting.progress import ProgressLines
-from lightning_rlhf.rollout import RolloutEngine
+from lightning_rlhf.rollout import BaseEngine, RolloutEngine
+from lightning_rlhf.rollout.binding import bind
 from lightning_rlhf.runs.folder import kept_elsewhere, refuse_another_runs
 from lightning_rlhf.schema import NOT_HANDED_OVER, InputError
 from lightning_rlhf.schema.batch_sizes import settings_of
@@ -87,6 +88,8 @@ def assemble(config: dict[str, Any], *, warm_up: bool = True) -> Parts:
         loaded = source()
     with building("data"):
         check_positions(datamodule, engine, loaded)
+    with building("rollout"):
+        check_stop_tokens(engine, loaded)
     warmed: Any = None
     if config.get("warmup") and warm_up:
         with building("warmup"):
@@ -150,6 +153,12 @@ def check_positions(datamodule: PromptDataModule, engine: Any, loaded: LoadedMod
     positions = getattr(loaded.lm.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None:
         check_room(datamodule, engine.sampling.max_new_tokens, positions, "the positions of the model")
+
+
+def check_stop_tokens(engine: Any, loaded: LoadedModel) -> None:
+    """Refuse stop tokens outside the vocabulary, as the engine does, which is set up only after the warm-up."""
+    if isinstance(engine, BaseEngine):
+        bind(loaded.lm, loaded.tokenizer, engine.stop_token_ids)
 
 
 def make_trainer(config: Mapping[str, Any], *, train: bool = True) -> Trainer:

@@ -199,7 +199,6 @@ OVERRIDES = {
     "key that a run needs": (["~iterations"], "iterations = null\n    a value: the run needs this key"),
     "folder that is none": (["output_dir=null"], "output_dir = null\n    the path of a folder"),
     "interpolation that leads nowhere": (["module.loss.clip_low=${nope}"], "nope"),
-    "stop token that is no id": (["rollout.stop_token_ids=[999999]", "warmup=none"], "token ids from 0 to 16"),
     "key to take out": (["~callbacks.kl_early_stp"], "did you mean callbacks.kl_early_stop?"),
     # keys of other trainers
     "key of veRL": (["algorithm.gamma=0.9"], "here it is called module.advantage.gamma"),
@@ -553,6 +552,18 @@ def test_callbacks_and_loggers_are_built_before_data_and_weights_are_loaded(else
 
     monkeypatch.setattr("lightning_rlhf.run.assemble", assemble)
     assert run_tiny(f"+{group}.mine._target_=builtins.dict") == 2
+
+
+def test_a_stop_token_outside_the_vocabulary_is_refused_before_the_warm_up(elsewhere, capsys, monkeypatch):
+    def warm_up(**arguments):
+        raise AssertionError("the model is trained although the run cannot begin")
+
+    monkeypatch.setattr("lightning_rlhf.warmup.warm_up", warm_up)
+    assert cli.main(["train", "rollout.stop_token_ids=[999999]"]) == 2
+    error = capsys.readouterr().err
+    assert "rollout.stop_token_ids = [999999]" in error
+    assert "token ids from 0 to 16, not 999999" in error
+    assert one_screen(error), error
 
 
 def test_a_model_path_that_does_not_exist_is_refused(elsewhere, capsys):
