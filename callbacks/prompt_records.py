@@ -92,6 +92,7 @@ def columns(experience: Experience, iteration: int, origins: dict[str, str]) -> 
         "iteration": [iteration] * count,
         "key": experience.prompt_key,
         "origin": [origins.get(key) for key in experience.prompt_key],
+        "prompt_group": experience.prompt_group or [None] * count,
         "prompt": experience.prompts,
         "response": experience.texts,
         "finish": [Finish(code).name.lower() for code in experience.finish.tolist()],

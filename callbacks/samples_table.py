@@ -65,6 +65,7 @@ def samples(experience: Experience, rows: int) -> list[dict[str, Any]]:
             "finish": Finish(int(experience.finish[i])).name.lower(),
             **({} if safety is None else {"safety": Safety(safety[i]).name.lower()}),
             "prompt_key": experience.prompt_key[i],
+            **({"prompt_group": experience.prompt_group[i]} if experience.prompt_group else {}),
             "seed": int(experience.seed[i]),
         }
         for i in chosen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ import torch
 from benchmarks import noisy_group
 from lightning_rlhf import schema
 from lightning_rlhf.assembly import assemble
-from lightning_rlhf.callbacks import RLHFCallback
+from lightning_rlhf.callbacks import PromptRecords, RLHFCallback, SamplesTable
 from lightning_rlhf.data import PromptDataModule
 from lightning_rlhf.errors import InputError, SettingError
 from lightning_rlhf.experience import Experience, MiniBatch, split_by_tokens
 from lightning_rlhf.functional.losses import LossScale
 from lightning_rlhf.metrics.batch import MetricBatch
 from lightning_rlhf.module import ActorCriticModule
+from lightning_rlhf.reporting.prompt_records import read_records
 from tests.ranks import run_ranks
 from tests.support import Recorder, fit, resume_equals_whole, same, tiny_module, tiny_policy, weights
 
@@ -80,6 +82,19 @@ def test_a_group_that_is_not_in_the_batch_has_no_samples_and_nothing_else() -> N
     _, _, numbers = run({"prompts_per_iteration": 4, "shuffle": False}, iterations=1, update={"minibatch_size": 4})
     assert {name for name in numbers if name.startswith("group/odd_one")} == {"group/odd_one/samples"}
     assert numbers["group/odd_one/samples"] == 0 and numbers["group/hard/samples"] == 4
+
+
+@pytest.mark.parametrize("column", ["level", None])
+def test_records_and_samples_name_the_group_of_each_prompt(tmp_path: Path, column: str | None) -> None:
+    module = tiny_module(iterations=1)
+    callbacks = [PromptRecords(), SamplesTable(rows=8)]
+    fit(module, callbacks, data=data(module, group_column=column), folder=tmp_path)
+    records = list(read_records(tmp_path))
+    assert len(records) == 16
+    assert all(row["prompt_group"] == (OF[row["prompt"]] if column else None) for row in records)
+    samples = [json.loads(line) for line in (tmp_path / "samples" / "iteration_000001.jsonl").read_text().splitlines()]
+    assert len(samples) == 8
+    assert all(row.get("prompt_group") == (OF[row["prompt"]] if column else None) for row in samples)
 
 
 def test_rollouts_drawn_ahead_and_drawn_again_keep_their_groups() -> None:

@@ -29,6 +29,7 @@ COLUMNS = {
     "iteration": "int32",
     "key": "string",
     "origin": "string",
+    "prompt_group": "string",
     "prompt": "string",
     "response": "string",
     "finish": "string",
