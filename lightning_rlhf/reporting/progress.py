@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_rlhf.bounds import bounded
 from lightning_rlhf.reporting.terminal import note, say
@@ -45,6 +46,7 @@ class ProgressLines(ProgressBar):
         self._since = 0.0
         self._line = ""
         self._enabled = True
+        self._announced = False
         self._constant = 0
 
     def disable(self) -> None:
@@ -58,13 +60,18 @@ class ProgressLines(ProgressBar):
     # --- Lightning's hooks -------------------------------------------------------------------------------------------
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Announce the evaluation: it may take long, and a silent log looks like a hung run."""
+        """Announce the evaluation: it may take long, and a silent log looks like a hung run.
+
+        As a plain line once before or during the training, and once after it.
+        """
         if not (self._enabled and trainer.is_global_zero):
             return
+        during = trainer.state.fn == TrainerFn.FITTING
         if self.drawn:
             self._draw("evaluating the held-out prompts")
-        elif self.every is not None:
+        elif self.every is not None and not (during and self._announced):
             say("evaluating the held-out prompts")
+        self._announced = True
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Erase the line about the evaluation."""

@@ -53,6 +53,21 @@ def test_without_a_terminal_there_is_a_plain_line_every_few_iterations(run, caps
     assert "held-out exact match:" in log and f"output folder: {Path.cwd()}/run" in log
 
 
+def test_the_evaluations_during_the_training_are_not_announced_again(run, capsys):
+    assert run("iterations=4", "evaluate_every=1", "data.validation.size=2") == 0
+    out = capsys.readouterr().out
+    said = [line for line in out.splitlines() if line.startswith(("iteration ", "evaluating"))]
+    assert [line.split()[0] for line in said] == ["evaluating", "iteration", "iteration"], "before the first alone"
+
+
+@pytest.mark.parametrize(("functions", "times"), [("fit fit fit", 1), ("validate fit fit validate", 2)])
+def test_a_first_evaluation_is_announced_wherever_it_comes(capsys, functions, times):
+    lines = ProgressLines(12, terminal=False)
+    for function in functions.split():
+        lines.on_validation_start(SimpleNamespace(is_global_zero=True, state=SimpleNamespace(fn=function)), None)
+    assert capsys.readouterr().out.count("evaluating the held-out prompts") == times
+
+
 def test_in_a_terminal_one_line_of_its_width_is_drawn_again(run, tmp_path, monkeypatch):
     """The output is a real pseudo-terminal of 80 columns."""
     monkeypatch.setenv("COLUMNS", "80")
