@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_rlhf.bounds import bounded
+from lightning_rlhf.data.fingerprint import held_out
 from lightning_rlhf.reporting.terminal import note, say
 
 CONSTANT = 3
@@ -47,6 +48,7 @@ class ProgressLines(ProgressBar):
         self._line = ""
         self._enabled = True
         self._announced = False
+        self._start: dict[str, Any] = {}
         self._constant = 0
 
     def disable(self) -> None:
@@ -74,9 +76,24 @@ class ProgressLines(ProgressBar):
         self._announced = True
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Erase the line about the evaluation."""
+        """Erase the line about the evaluation; keep the numbers of the one before the first iteration."""
         if self.drawn and self._line:
             self._erase()
+        iteration, numbers = getattr(pl_module, "last_evaluation", None) or (None, {})
+        if iteration == 0:
+            self._start = {"numbers": dict(numbers), "held_out": _held_out_now(trainer)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The numbers of the evaluation before the first iteration, for the closing lines of a later start."""
+        return self._start
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """What :meth:`state_dict` returned."""
+        self._start = state_dict
+
+    def at_the_start(self, trainer: Trainer) -> dict[str, float]:
+        """The held-out metrics before the run's first iteration; empty if unknown, or of other held-out prompts."""
+        return self._start["numbers"] if self._start.get("held_out") == _held_out_now(trainer) else {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock of the first iteration."""
@@ -188,6 +205,11 @@ class ProgressLines(ProgressBar):
         sys.stdout.write("\r\x1b[K")
         sys.stdout.flush()
         self._line = ""
+
+
+def _held_out_now(trainer: Trainer) -> dict[str, Any]:
+    """The fingerprint of the held-out prompts; a data module of one's own may not say which they are."""
+    return held_out(getattr(getattr(trainer, "datamodule", None), "validation_prompts", ()))
 
 
 def duration(seconds: float) -> str:
