@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning import Trainer
+from lightning import LightningModule, Trainer
 
 from lightning_rlhf.callbacks.base import RLHFCallback
 from lightning_rlhf.callbacks.checks import bounded
 from lightning_rlhf.distributed.processes import gather_objects
 from lightning_rlhf.events import ExperienceStats
 from lightning_rlhf.experience import Experience
-from lightning_rlhf.files import write_whole
+from lightning_rlhf.files import as_file, write_whole
 from lightning_rlhf.functional.outliers import median
 from lightning_rlhf.metrics.experience import row_kl
 from lightning_rlhf.metrics.prompt_statistics import MEASURES, PromptStatistics, Standing, Visit
@@ -52,6 +52,10 @@ class PromptMonitor(RLHFCallback):
         self.statistics = PromptStatistics(window)
         self.since: dict[str, int] = {}
         """Flagged prompts, and the iteration since which each is."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse a folder in place of the list, before anything is trained."""
+        as_file(Path(trainer.default_root_dir) / FOLDER / SUSPECTS)
 
     def on_experience_ready(
         self, trainer: Trainer, module: ActorCriticModule, experience: Experience, stats: ExperienceStats

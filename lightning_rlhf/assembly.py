@@ -35,9 +35,10 @@ from lightning_rlhf.reporting.progress import ProgressLines
 from lightning_rlhf.rollout import BaseEngine, RolloutEngine
 from lightning_rlhf.rollout.binding import bind
 from lightning_rlhf.runs.folder import kept_elsewhere, refuse_another_runs
-from lightning_rlhf.schema import NOT_HANDED_OVER, InputError
+from lightning_rlhf.schema import NOT_HANDED_OVER, InputError, get
 from lightning_rlhf.schema.batch_sizes import settings_of
 from lightning_rlhf.schema.locate import locate
+from lightning_rlhf.screening import reply_tokens
 from lightning_rlhf.warmup import WarmUp
 
 log = logging.getLogger(__name__)
@@ -81,6 +82,8 @@ def assemble(config: dict[str, Any], *, warm_up: bool = True) -> Parts:
         check_members(engine)
     with building("data"):
         check_lengths(config, datamodule, engine)
+    with building("module"):  # the module asks again, but only after the warm-up
+        reply_tokens(get(config, "module.safety"), tokenizer, engine.sampling.max_new_tokens)
     with building("reward"):
         reward = make(_functions_as_objects(config["reward"]))
         reward.check_rows(prompt.row for prompt in [*datamodule.train_prompts, *datamodule.validation_prompts])

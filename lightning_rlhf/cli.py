@@ -179,9 +179,13 @@ def _resumed(arguments: list[str], shared: str | None) -> tuple[list[str], Resum
         )
     parse(Composition.of_command(arguments).overrides)  # refuse unreadable overrides before heavy imports
     quiet_libraries()  # the run may use vLLM, and its checkpoint is read by torch
+    from lightning_rlhf.runs.refusal import refuse_an_empty_branch
     from lightning_rlhf.runs.resume import from_command
 
-    return from_command(arguments, shared)
+    words, resumption = from_command(arguments, shared)
+    if resumption is not None:
+        refuse_an_empty_branch(resumption)  # before Hydra makes its folder
+    return words, resumption
 
 
 def _refuse_missing_options() -> None:

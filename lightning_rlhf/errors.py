@@ -38,6 +38,10 @@ class InputError(ValueError):
     """Invalid user input; the message alone says how to correct it."""
 
 
+class FolderInPlaceError(InputError, IsADirectoryError):
+    """A folder lies where a file is read or written; an OSError, too, for code that goes on without the file."""
+
+
 class ConfigError(InputError):
     """An invalid configuration, with all its problems."""
 

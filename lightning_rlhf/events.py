@@ -188,6 +188,10 @@ class UpdateStats:
     """Mean entropy of the current policy, nats per token."""
 
 
+HELD_OUT = ("reward_mean", "response_length_mean", "truncated_fraction")
+"""What every evaluation measures, as ``eval/...``, besides the terms of the reward."""
+
+
 @dataclass(frozen=True)
 class EvaluationStats:
     """The greedy answers to the held-out prompts of all ranks."""
@@ -206,8 +210,7 @@ class EvaluationStats:
     @classmethod
     def of(cls, iteration: int, training: bool, numbers: Mapping[str, float]) -> EvaluationStats:
         """From the metrics of the evaluation; an absent metric becomes NaN."""
-        measured = ("reward_mean", "response_length_mean", "truncated_fraction")
-        return cls(iteration, training, *(numbers.get(f"eval/{name}", math.nan) for name in measured))
+        return cls(iteration, training, *(numbers.get(f"eval/{name}", math.nan) for name in HELD_OUT))
 
 
 STATS = (ExperienceStats, MinibatchStats, EpochStats, UpdateStats, EvaluationStats)

@@ -16,7 +16,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_rlhf.files import write_whole
+from lightning_rlhf.files import as_file, write_whole
 
 REQUEST = "stop_request"
 """File in a run's output folder: the launcher of several processes writes a signal's number there to stop them."""
@@ -156,7 +156,7 @@ def say(text: str) -> None:
 @contextmanager
 def passed_on(folder: Path) -> Iterator[Signals]:
     """In the launcher of a run's processes: the first signal asks them to stop, the second one raises here."""
-    request = folder / REQUEST
+    request = as_file(folder / REQUEST)
     request.unlink(missing_ok=True)
     own = _PassedOn(request)
     own.hold("stopping between two iterations")

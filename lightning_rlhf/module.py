@@ -114,7 +114,7 @@ class ActorCriticModule(LightningModule):
         self.tokenizer = policy.tokenizer
         self.engine, self.reward = engine, reward
         self.safety = SafetyFilter.from_block(safety)
-        self.safe_reply = reply_tokens(self.safety, policy.tokenizer, engine.sampling.max_new_tokens)
+        self.safe_reply = reply_tokens(safety, policy.tokenizer, engine.sampling.max_new_tokens)
         """Tokens in place of an unsafe response; empty if none is replaced."""
         self.reward_moments = RunningMoments()
         self.groups = PromptGroups(self.settings)

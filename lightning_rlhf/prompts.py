@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rlhf.errors import InputError
+from lightning_rlhf.files import as_file
 from lightning_rlhf.reporting.prompt_records import FOLDER, SUSPECTS, pieces, read_records
 from lightning_rlhf.reporting.prompt_review import described, fault_of, shortened, write_review
 from lightning_rlhf.runs.folder import STARTS
@@ -104,7 +105,7 @@ def read_suspects(run: Path) -> dict[str, Any]:
     Raises:
         InputError: there is no such file, or it cannot be read.
     """
-    path = run / FOLDER / SUSPECTS
+    path = as_file(run / FOLDER / SUSPECTS)
     if not path.exists():
         raise InputError(
             f"{path} does not exist: the run has no callback prompt_monitor ({SWITCH_ON}), or fewer prompts than "

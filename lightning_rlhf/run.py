@@ -15,8 +15,10 @@ from lightning_rlhf.data.sources import DataError
 from lightning_rlhf.distributed.processes import is_first
 from lightning_rlhf.interruption import Signals
 from lightning_rlhf.reporting import log_config, tell
+from lightning_rlhf.reporting.progress import ProgressLines
 from lightning_rlhf.reporting.terminal import run_log, say
 from lightning_rlhf.runs.ending import failing, told
+from lightning_rlhf.runs.folder import starts
 from lightning_rlhf.runs.refusal import refuse_other_data, refuse_other_model
 from lightning_rlhf.runs.resume import read_settings
 
@@ -66,6 +68,7 @@ def _run(plain: dict[str, Any]) -> dict[str, float]:
         if iteration != parts.module.control.iteration:  # else training ended with an evaluation
             after = held_out(trainer, parts)
         if trainer.is_global_zero:
+            before = before or at_the_start(trainer, plain["output_dir"])
             say("\n".join(closing_lines(parts, trainer, before, after)))
         return metrics | after
 
@@ -89,12 +92,20 @@ def held_out(trainer: Trainer, parts: Parts) -> dict[str, float]:
     return {name: float(value) for result in results for name, value in result.items()}
 
 
+def at_the_start(trainer: Trainer, folder: str) -> dict[str, float]:
+    """The greedy scores before the run's first iteration, as an earlier start measured them; a branch has none."""
+    if any("branch_of" in start for start in starts(folder)):
+        return {}
+    lines = (callback for callback in trainer.callbacks if isinstance(callback, ProgressLines))  # type: ignore[attr-defined]
+    return next((each.at_the_start(trainer) for each in lines), {})
+
+
 def closing_lines(parts: Parts, trainer: Trainer, before: dict[str, float], after: dict[str, float]) -> list[str]:
     """The last lines of a run: its held-out scores, why it stopped early, and its folder."""
     lines = []
     for name in parts.module.reward.terms:
         if f"eval/{name}" in after:
-            start = f"{before[f'eval/{name}']:.2f} -> " if before else ""
+            start = f"{before[f'eval/{name}']:.2f} -> " if f"eval/{name}" in before else ""
             lines.append(f"held-out {name.replace('_', ' ')}: {start}{after[f'eval/{name}']:.2f}")
     if parts.module.control.training_stopped:
         lines.append(f"stopped early: {parts.module.control.training_stopped}")

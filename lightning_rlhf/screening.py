@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rlhf.data.prompts import refuse_unknown_characters
 from lightning_rlhf.errors import SettingError
 from lightning_rlhf.experience import Finish, PromptBatch, Rollout, Safety, sample_seed
-from lightning_rlhf.rewards.safety import BLOCK, SafetyFilter
+from lightning_rlhf.rewards.safety import BLOCK, SafetyFilter, SafetySettings
+from lightning_rlhf.settings import build
 
 Draw = Callable[[PromptBatch, int, int], Rollout]
 """Draws responses: prompts, samples of each, seed of the run."""
@@ -104,20 +105,23 @@ def _replies(rows: Rollout, reply: Sequence[int]) -> Rollout:
     )
 
 
-def reply_tokens(safety: SafetyFilter | None, tokenizer: PreTrainedTokenizerBase, most: int) -> list[int]:
+def reply_tokens(
+    safety: Mapping[str, Any] | SafetySettings | None, tokenizer: PreTrainedTokenizerBase, most: int
+) -> list[int]:
     """Tokens of the reply in place of unsafe responses, end token included; empty if none is replaced.
 
     Args:
-        safety: the filter, if there is one.
+        safety: block of the filter, if there is one.
         tokenizer: of the policy.
         most: longest response.
 
     Raises:
-        SettingError: the reply is longer than that, or has characters that the tokenizer lacks.
+        SettingError: the reply is longer than that, or has characters that the tokenizer lacks; the block is wrong.
     """
-    if safety is None or safety.settings.reply is None:
+    reply = None if safety is None else build(SafetySettings, BLOCK, safety).reply
+    if reply is None:
         return []
-    reply, key = safety.settings.reply, f"{BLOCK}.reply"
+    key = f"{BLOCK}.reply"
     try:
         ids = [*tokenizer(reply, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     except Exception as error:  # its class depends on the tokenizer

@@ -20,6 +20,7 @@ from lightning_rlhf.run import run
 from lightning_rlhf.runs import folder as run_folder
 from lightning_rlhf.runs.ending import failing
 from lightning_rlhf.runs.recompose import Composition
+from lightning_rlhf.runs.refusal import refuse_an_empty_branch
 from lightning_rlhf.runs.resume import Resumption, planned, planned_from, value_in
 
 
@@ -84,7 +85,9 @@ def _planned(config: DictConfig, composition: Composition | None) -> Resumption 
         config = OmegaConf.merge(config, {"resume": str(found)})  # type: ignore[assignment]
     if config.get("resume") is None:
         return None
-    return planned(str(config.resume), composition) if composition is not None else planned_from(config)
+    resumption = planned(str(config.resume), composition) if composition is not None else planned_from(config)
+    refuse_an_empty_branch(resumption)
+    return resumption
 
 
 def _begin(plain: dict[str, Any], resumption: Resumption | None, composition: Composition, locks: ExitStack) -> None:

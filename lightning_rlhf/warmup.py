@@ -30,6 +30,7 @@ from lightning_rlhf.bounds import bounded
 from lightning_rlhf.data import Prompt, PromptDataModule
 from lightning_rlhf.data.prompts import refuse_unknown_characters
 from lightning_rlhf.data.sources import SOURCE_KEY
+from lightning_rlhf.files import as_file
 from lightning_rlhf.models import LoadedModel, fingerprint
 
 log = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ def warm_up(
     Raises:
         ValueError: a setting is out of range, a training row has no answer, or loss or weights became NaN or infinite;
             such weights are not kept.
+        FolderInPlaceError: a folder has the name of the cache's file.
     """
     if lr is None:
         raise ValueError(f"warmup.lr = None is not allowed: {RATE_WANTED}")
@@ -107,14 +109,14 @@ def warm_up(
         raise ValueError(f"warmup.answer_field = {answer_field!r} is not allowed: {allowed}")
     rows = list(zip(*(encode(datamodule.train_prompts, loaded, field) for field in shares), strict=True))
     weights = list(shares.values())
-    settings = {"steps": steps, "batch_size": batch_size, "lr": lr, "target": target, "seed": seed, "shares": weights}
-    path = cache_folder(cache_dir) / f"warmup-{cache_key(loaded.lm, rows, settings)}.safetensors"
+    limits: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "lr": lr, "target": target, "seed": seed}
+    key = cache_key(loaded.lm, rows, {**limits, "shares": weights})
+    path = as_file(cache_folder(cache_dir) / f"warmup-{key}.safetensors")
     found = _load(loaded.lm, path)
     if found is not None:
         log.info("warm-up: %d steps, loss %.3f, cached in\n  %s", found.steps, found.loss, path)
         return found
     with in_float32(loaded.lm):
-        limits: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "lr": lr, "target": target, "seed": seed}
         taken, loss = fit(loaded.lm, rows, weights, **limits)
     if broken := not_finite(loaded.lm):
         dtype = str(loaded.lm.dtype).removeprefix("torch.")

@@ -15,6 +15,7 @@ import torch
 from lightning_rlhf import warmup
 from lightning_rlhf.data import PromptDataModule
 from lightning_rlhf.data.tasks import ArithmeticTask
+from lightning_rlhf.errors import InputError
 from lightning_rlhf.models import LoadedModel, build_tiny, fingerprint
 
 SETTINGS = {"steps": 6, "batch_size": 8, "lr": 1e-2, "seed": 3}
@@ -205,6 +206,17 @@ def test_training_mode_is_restored(loaded, datamodule, tmp_path):
 def test_bad_settings_are_refused(loaded, datamodule, tmp_path, name):
     with pytest.raises(ValueError, match=rf"warmup\.{name} = -1 is not allowed"):
         run(loaded, datamodule, tmp_path, **{name: -1})
+
+
+def test_a_folder_in_place_of_the_cache_file_is_refused_before_the_first_step(
+    loaded, datamodule, tmp_path, monkeypatch
+):
+    result, _ = run(loaded, datamodule, tmp_path)
+    result.path.unlink()
+    result.path.mkdir()
+    monkeypatch.setattr(warmup, "fit", lambda *_, **__: pytest.fail("trained in vain"))
+    with pytest.raises(InputError, match=rf"{result.path.name} is a folder"):
+        run(loaded, datamodule, tmp_path)
 
 
 def test_a_row_without_answer_is_refused(loaded, datamodule, tmp_path):

@@ -133,6 +133,7 @@ class IterationCheckpoint(Checkpoint):
         self.best_model_score: float | None = None
         self._saved = 0
         self._monitored = Monitored(monitor)
+        self._looked_at = False
         self._captured: Captured | None = None
 
     @property
@@ -144,6 +145,9 @@ class IterationCheckpoint(Checkpoint):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Install the atomic writer, refuse content that cannot be saved, remove half-written files of a killed run."""
+        if not self._looked_at:
+            self._monitored.warn_if_misspelt(pl_module)
+            self._looked_at = True  # once, although an evaluation may come first, which is a set-up of its own
         if stage != "fit":
             return
         strategy = trainer.strategy

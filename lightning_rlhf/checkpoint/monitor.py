@@ -6,9 +6,15 @@ import math
 from difflib import get_close_matches
 from typing import Any
 
-from lightning import Trainer
+from lightning import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
+
+from lightning_rlhf.events import HELD_OUT
+from lightning_rlhf.metrics.names import METRICS, find
+
+ALIKE = 0.85
+"""How alike two names are of which one is held to be misspelt (``difflib``); ``my/reward_mean`` is no misspelling."""
 
 
 def evaluation_follows(trainer: Trainer) -> bool:
@@ -35,6 +41,21 @@ class Monitored:
         self.value: float | None = None
         self._former: Tensor | None = None
         self._seen = self._warned = self._evaluated = False
+
+    def warn_if_misspelt(self, module: LightningModule) -> None:
+        """Warn, before anything is trained, of a name that no metric of the kit has but one nearly has."""
+        if self.name is None:
+            return
+        terms = getattr(getattr(module, "reward", None), "terms", ())
+        known = [metric.name for metric in METRICS] + [f"eval/{name}" for name in (*HELD_OUT, *terms)]
+        # A family such as eval/<name> takes every spelling; of the evaluation the names are known.
+        if self.name in known or (find(self.name) is not None and not self.name.startswith("eval/")):
+            return
+        if near := get_close_matches(self.name, known, n=1, cutoff=ALIKE):
+            rank_zero_warn(
+                f"callbacks.checkpoint.monitor = {self.name!r} is no metric of the kit; did you mean {near[0]}? "
+                "A metric of your own counts as soon as it is logged."
+            )
 
     def begin(self, trainer: Trainer) -> None:
         """A new iteration begins: a value logged until now is not its own."""

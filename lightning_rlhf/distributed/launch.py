@@ -25,7 +25,7 @@ from lightning.pytorch.plugins.environments import (
 
 from lightning_rlhf.distributed.orphans import ends_with_parent
 from lightning_rlhf.distributed.processes import is_first
-from lightning_rlhf.files import write_whole
+from lightning_rlhf.files import as_file, write_whole
 from lightning_rlhf.interruption import REQUEST, REQUEST_VARIABLE, Interrupted, passed_on
 from lightning_rlhf.reporting.mlflow_logger import end_as_failed
 from lightning_rlhf.runs.ending import RunFailed, how_to_go_on, report_of_process, told
@@ -108,7 +108,7 @@ def start(config: Mapping[str, Any], processes: int) -> dict[str, float]:
 
     file = hand_over(config)
     folder = file.parent
-    (folder / RESULT).unlink(missing_ok=True)
+    as_file(folder / RESULT).unlink(missing_ok=True)
     environment = {
         "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # each process would take all cores otherwise

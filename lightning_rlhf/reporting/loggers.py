@@ -26,7 +26,7 @@ from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
 
-from lightning_rlhf.files import ensure_line_end, replaced, write_whole
+from lightning_rlhf.files import as_file, ensure_line_end, replaced, write_whole
 
 Ability = Literal[
     "log_start", "log_samples", "log_table", "log_decisions", "log_file", "log_checkpoints", "closing_lines"
@@ -87,6 +87,9 @@ class RunCSVLogger(CSVLogger):
     """Lightning's CSV logger for resumed runs: rows up to the iteration where training continues are kept.
 
     The file is never without them: to rewrite it, a new file is written completely and then replaces it.
+
+    Raises:
+        FolderInPlaceError: a folder has the name of one of its files.
     """
 
     _goes_on = False
@@ -101,6 +104,8 @@ class RunCSVLogger(CSVLogger):
         flush_logs_every_n_steps: int = 1,
     ) -> None:
         super().__init__(save_dir, name, version, prefix, flush_logs_every_n_steps)
+        for file in (Path(self.log_dir) / ExperimentWriter.NAME_METRICS_FILE, self._decisions):
+            as_file(file)
 
     @rank_zero_only
     def log_start(self, iteration: int) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_rlhf.errors import InputError
-from lightning_rlhf.files import write_whole
+from lightning_rlhf.files import as_file, write_whole
 from lightning_rlhf.metrics import names
 from lightning_rlhf.reporting.mlflow_database import forget_steps_behind
 
@@ -226,7 +226,7 @@ class TrackedRun:
         """The text that was written last, nothing if there is none; bytes that are no UTF-8 are replaced."""
         if (kept := self._texts.get(path)) is not None:
             return kept
-        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        return as_file(path).read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
     def _write_kept(self, path: Path) -> str | None:
         """Write a text that waits in memory; returns it if that is still where it is, and ``None`` otherwise."""

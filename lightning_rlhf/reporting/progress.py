@@ -13,8 +13,11 @@ from typing import Any
 
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_rlhf.bounds import bounded
+from lightning_rlhf.data.fingerprint import held_out
+from lightning_rlhf.reporting.stages import StageWatch
 from lightning_rlhf.reporting.terminal import note, say
 
 CONSTANT = 3
@@ -28,7 +31,7 @@ class ProgressLines(ProgressBar):
 
     Every ``every``-th iteration, the first and the last are plain lines in ``train.log``, and in the output if
     it is not a terminal (a file, a job's log). In a terminal one line is redrawn after each iteration, cut to the
-    terminal's width.
+    terminal's width. A stage of an iteration that goes on for long is a plain line, too.
 
     Args:
         iterations: length of the run.
@@ -45,7 +48,10 @@ class ProgressLines(ProgressBar):
         self._since = 0.0
         self._line = ""
         self._enabled = True
+        self._announced = False
+        self._start: dict[str, Any] = {}
         self._constant = 0
+        self._watch = StageWatch(self._going_on)
 
     def disable(self) -> None:
         """Lightning calls this on all ranks but 0."""
@@ -55,21 +61,75 @@ class ProgressLines(ProgressBar):
         """The opposite of :meth:`disable`."""
         self._enabled = True
 
+    # --- stages: RL events -------------------------------------------------------------------------------------------
+
+    def on_rollout_start(self, *_: Any) -> None:
+        self._watch.begin("rollout")
+
+    def on_rollout_end(self, *_: Any) -> None:
+        self._watch.begin("rewards and scoring")
+
+    def on_experience_ready(self, *_: Any) -> None:
+        self._watch.begin("update")
+
+    def on_update_end(self, *_: Any) -> None:
+        self._watch.begin("new weights for the engine")
+
+    def _going_on(self, text: str) -> None:
+        """Into ``train.log``, and into the output where progress is told in plain lines."""
+        if self.drawn or self.every is None:
+            note(text)
+        else:
+            say(text)
+
     # --- Lightning's hooks -------------------------------------------------------------------------------------------
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Begin to watch the stages, on rank 0."""
+        super().setup(trainer, pl_module, stage)
+        if self._enabled:
+            self._watch.begin("")
+            self._watch.start()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Watch no longer."""
+        self._watch.stop()
+
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Announce the evaluation: it may take long, and a silent log looks like a hung run."""
+        """Announce the evaluation: it may take long, and a silent log looks like a hung run.
+
+        As a plain line once before or during the training, and once after it.
+        """
         if not (self._enabled and trainer.is_global_zero):
             return
+        self._watch.begin("evaluation")
+        during = trainer.state.fn == TrainerFn.FITTING
         if self.drawn:
             self._draw("evaluating the held-out prompts")
-        elif self.every is not None:
+        elif self.every is not None and not (during and self._announced):
             say("evaluating the held-out prompts")
+        self._announced = True
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Erase the line about the evaluation."""
+        """Erase the line about the evaluation; keep the numbers of the one before the first iteration."""
+        self._watch.begin("")
         if self.drawn and self._line:
             self._erase()
+        iteration, numbers = getattr(pl_module, "last_evaluation", None) or (None, {})
+        if iteration == 0:
+            self._start = {"numbers": dict(numbers), "held_out": _held_out_now(trainer)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The numbers of the evaluation before the first iteration, for the closing lines of a later start."""
+        return self._start
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """What :meth:`state_dict` returned."""
+        self._start = state_dict
+
+    def at_the_start(self, trainer: Trainer) -> dict[str, float]:
+        """The held-out metrics before the run's first iteration; empty if unknown, or of other held-out prompts."""
+        return self._start["numbers"] if self._start.get("held_out") == _held_out_now(trainer) else {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock of the first iteration."""
@@ -80,6 +140,7 @@ class ProgressLines(ProgressBar):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Show the line of the iteration that has ended."""
+        self._watch.begin("")
         now = time.perf_counter()
         self._seconds.append(now - self._since)
         self._since = now
@@ -116,6 +177,7 @@ class ProgressLines(ProgressBar):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Move to a new line, so that the error message begins there."""
+        self._watch.stop()
         self._leave_line()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -181,6 +243,11 @@ class ProgressLines(ProgressBar):
         sys.stdout.write("\r\x1b[K")
         sys.stdout.flush()
         self._line = ""
+
+
+def _held_out_now(trainer: Trainer) -> dict[str, Any]:
+    """The fingerprint of the held-out prompts; a data module of one's own may not say which they are."""
+    return held_out(getattr(getattr(trainer, "datamodule", None), "validation_prompts", ()))
 
 
 def duration(seconds: float) -> str:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from lightning_rlhf.files import as_file
 from lightning_rlhf.passwords import hidden
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class Spool:
         """Why the disk did not take the last record; ``None`` if it did."""
         self._to_set_aside: list[bytes] = []
         """Broken lines that are not yet in the file beside: this one is not emptied before they are."""
-        if path.exists():
+        if as_file(path).exists():
             content = path.read_bytes()
             whole = content.rfind(b"\n") + 1
             if whole < len(content):  # the process died while it wrote the last line

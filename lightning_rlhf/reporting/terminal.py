@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from lightning_rlhf.files import as_file
+
 FILE = "train.log"
 
 _file = logging.getLogger("lightning_rlhf.reporting.file")
@@ -36,11 +38,14 @@ def run_log(folder: str, *, first: bool) -> Iterator[None]:
     Args:
         folder: of the run.
         first: whether this is rank 0; other processes write nothing.
+
+    Raises:
+        FolderInPlaceError: a folder has the name of the file.
     """
     if not first:
         yield
         return
-    path, root = Path(folder).absolute() / FILE, logging.getLogger()
+    path, root = as_file(Path(folder).absolute() / FILE), logging.getLogger()
     there = [h for h in root.handlers if isinstance(h, logging.FileHandler) and Path(h.baseFilename) == path]
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = there[0] if there else logging.FileHandler(path, encoding="utf-8")

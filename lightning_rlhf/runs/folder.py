@@ -17,7 +17,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lightning_rlhf import passwords
-from lightning_rlhf.files import ensure_line_end, write_whole
+from lightning_rlhf.files import as_file, ensure_line_end, write_whole
 from lightning_rlhf.schema import InputError
 
 STARTS = "starts.jsonl"
@@ -190,8 +190,12 @@ def _lock(file: IO[str], byte: int, key: str) -> None:
 
 
 def starts(folder: str | Path) -> list[dict[str, Any]]:
-    """The entries of :func:`note_start` in a folder, oldest first; half-written and other broken lines are left out."""
-    path = Path(folder) / STARTS
+    """The entries of :func:`note_start` in a folder, oldest first; half-written and other broken lines are left out.
+
+    Raises:
+        FolderInPlaceError: a folder has the name of the list.
+    """
+    path = as_file(Path(folder) / STARTS)
     records: list[dict[str, Any]] = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:

@@ -18,10 +18,24 @@ from lightning_rlhf.checkpoint import IterationCheckpoint
 from lightning_rlhf.checkpoint.shards import shapes_of_shards
 from lightning_rlhf.errors import InputError
 from lightning_rlhf.module import ActorCriticModule
-from lightning_rlhf.runs.resume import read_content
+from lightning_rlhf.runs.resume import Resumption, read_content
 
 _SHOWN = 3
 """Weights that a message names at most."""
+
+
+def refuse_an_empty_branch(resumption: Resumption) -> None:
+    """Refuse a branch that would train nothing; a run that goes on in its own folder may have nothing left to do.
+
+    Raises:
+        InputError: the checkpoint has done all iterations of the configuration, and this start would be a branch.
+    """
+    wanted, done = resumption.config.get("iterations"), resumption.iteration
+    if resumption.branch and isinstance(wanted, int) and wanted <= done:
+        raise InputError(
+            f"iterations = {wanted} is not allowed: {resumption.checkpoint} has done {done} already, so a branch of it "
+            f"would train nothing ({'; '.join(resumption.branch)}); allowed: more than {done}"
+        )
 
 
 def refuse_other_data(parts: Parts, checkpoint: Path) -> None:

@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_rlhf.assembly import find_checkpoint, newest_checkpoint
 from lightning_rlhf.checkpoint.files import STATE, iteration_of, latest_valid
+from lightning_rlhf.files import as_file
 from lightning_rlhf.reporting import blocks_of, tracked
 from lightning_rlhf.reporting.loggers import MLFLOW
 from lightning_rlhf.runs.folder import kept_elsewhere, quoted, starts
@@ -39,6 +40,7 @@ SAME_NUMBERS = (
     "threads",
     "logger",
     "logger.*",
+    "progress_every",
     "callbacks.calibrate",
     "callbacks.calibrate.*",
     "callbacks.checkpoint",
@@ -267,7 +269,6 @@ def read_content(checkpoint: Path) -> dict[str, Any]:
     Raises:
         InputError: it cannot be read.
     """
-
     file = checkpoint / STATE if checkpoint.is_dir() else checkpoint
     try:
         return dict(torch.load(file, map_location="cpu", mmap=True, weights_only=True))
@@ -335,7 +336,7 @@ def composition_of(run: Path | None, iteration: int) -> Composition:
     wrote = [record for record in recorded if record.get("iteration", 0) < iteration] or recorded[:1]
     if wrote:
         return Composition.read(wrote[-1])
-    typed = run / ".hydra" / "overrides.yaml"
+    typed = as_file(run / ".hydra" / "overrides.yaml")
     return Composition(tuple(OmegaConf.to_container(OmegaConf.load(typed)))) if typed.exists() else Composition()  # type: ignore[arg-type]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -114,6 +116,28 @@ def test_a_metric_of_training_is_the_iterations_own(tmp_path: Path) -> None:
     assert kept(tmp_path) == [4] and checkpoint.best_model_score == 4.0
     with pytest.warns(UserWarning, match="'eval/reward_men' is not logged; did you mean eval/reward_mean"):
         run(tmp_path / "misspelt", monitor="eval/reward_men", iterations=1)
+
+
+@pytest.mark.parametrize(
+    ("monitor", "meant"),
+    [
+        ("eval/reward_men", "eval/reward_mean"),
+        ("evla/reward_mean", "eval/reward_mean"),
+        ("eval/scroe", "eval/score"),
+        ("reward/maen", "reward/mean"),
+        *((name, "") for name in ("eval/score", "eval/mine", "reward/mean", "lr/actor", "my/reward_mean", None)),
+    ],
+)
+def test_a_misspelt_monitor_is_named_before_anything_is_trained(tmp_path: Path, monitor: str, meant: str) -> None:
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        callback = IterationCheckpoint(tmp_path, monitor=monitor)
+        trainer: Any = SimpleNamespace(strategy=None)
+        for stage in ("validate", "test"):  # the evaluation before training, and another set-up
+            callback.setup(trainer, tiny_module(), stage)
+    said = [str(warning.message) for warning in heard if "callbacks.checkpoint.monitor" in str(warning.message)]
+    assert len(said) == bool(meant)
+    assert all(f"{monitor!r} is no metric of the kit; did you mean {meant}?" in text for text in said)
 
 
 @pytest.mark.parametrize(("evaluate_every", "cut"), [(1, 2), (2, 2), (2, 3), (3, 3), (3, 4)])

@@ -53,6 +53,37 @@ def test_without_a_terminal_there_is_a_plain_line_every_few_iterations(run, caps
     assert "held-out exact match:" in log and f"output folder: {Path.cwd()}/run" in log
 
 
+def test_the_evaluations_during_the_training_are_not_announced_again(run, capsys):
+    assert run("iterations=4", "evaluate_every=1", "data.validation.size=2") == 0
+    out = capsys.readouterr().out
+    said = [line for line in out.splitlines() if line.startswith(("iteration ", "evaluating"))]
+    assert [line.split()[0] for line in said] == ["evaluating", "iteration", "iteration"], "before the first alone"
+
+
+@pytest.mark.parametrize(("functions", "times"), [("fit fit fit", 1), ("validate fit fit validate", 2)])
+def test_a_first_evaluation_is_announced_wherever_it_comes(capsys, functions, times):
+    lines = ProgressLines(12, terminal=False)
+    for function in functions.split():
+        lines.on_validation_start(SimpleNamespace(is_global_zero=True, state=SimpleNamespace(fn=function)), None)
+    assert capsys.readouterr().out.count("evaluating the held-out prompts") == times
+
+
+def test_a_resumed_run_says_what_the_held_out_score_was_at_its_start(run, capsys):
+    """But not on other held-out prompts, and not in a branch, whose start was not evaluated."""
+
+    def held_out(*words):
+        capsys.readouterr()
+        assert cli.main(["train", "resume=run", *words]) == 0
+        return re.search("held-out characters: (.*)\n", capsys.readouterr().out)[1]
+
+    assert run("iterations=1") == 0
+    start = re.search("held-out characters: (.*) -> ", capsys.readouterr().out)[1]
+    for iterations in (2, 3):  # the second start hands it on
+        assert re.fullmatch(rf"{re.escape(start)} -> \d\.\d\d", held_out(f"iterations={iterations}"))
+    assert re.fullmatch(r"\d\.\d\d", held_out("iterations=4", "module.kl.coefficient=0.5", "hydra.run.dir=branch"))
+    assert re.fullmatch(r"\d\.\d\d", held_out("iterations=4", "data.validation_limit=2"))
+
+
 def test_in_a_terminal_one_line_of_its_width_is_drawn_again(run, tmp_path, monkeypatch):
     """The output is a real pseudo-terminal of 80 columns."""
     monkeypatch.setenv("COLUMNS", "80")

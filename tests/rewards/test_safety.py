@@ -17,9 +17,10 @@ from transformers import (
 )
 
 from lightning_rlhf import schema
+from lightning_rlhf.assembly import assemble
 from lightning_rlhf.callbacks import SamplesTable
 from lightning_rlhf.checkpoint import IterationCheckpoint, RNGState
-from lightning_rlhf.errors import ConfigError, SettingError
+from lightning_rlhf.errors import ConfigError, InputError, SettingError
 from lightning_rlhf.experience import Safety
 from lightning_rlhf.models import build_tiny
 from lightning_rlhf.rewards import RewardError
@@ -160,6 +161,15 @@ def test_a_reply_with_characters_that_the_model_lacks_is_refused() -> None:
         SettingError, match=r"module\.safety\.reply = '4\u00e4' .* can read: the model has no token for '\u00e4'"
     ):
         tiny_module(safety={**ODD, "action": "replace", "reply": "4\u00e4"})
+
+
+def test_a_reply_that_cannot_be_written_is_refused_before_any_warm_up(compose: Any) -> None:
+    small = ["logger=none", "data.train.max_value=4", "data.validation.size=2", "warmup.answer_field=no_such_column"]
+    block = ["safety=filter", "module.safety.words=[bad]", "module.safety.action=replace"]
+    for reply in ("\u00e4", "1" * 99):
+        with pytest.raises(InputError, match=r"module\.safety\.reply = ") as caught:
+            assemble(schema.check(compose(*small, *block, f"module.safety.reply='{reply}'")))
+        assert "answer_field" not in str(caught.value), "which the warm-up refuses"
 
 
 def test_a_reply_that_is_too_long_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -97,6 +98,33 @@ def test_a_run_with_checkpoints_outside_of_its_folder_is_found(project: Path, ca
     assert "data.validation = null: the run holds no prompt out" in said and "data.validation=FILE" in said
     assert cli.main(["eval", "checkpoint=run", "data.validation=prompts.jsonl"]) == 0
     assert "eval/reward_mean" in capsys.readouterr().out
+
+
+def test_a_folder_in_place_of_a_runs_file_is_one_clear_error(project: Path, capsys: pytest.CaptureFixture) -> None:
+    words = [word for word in TINY if word != "logger=none"]
+    own = ["logger=csv", "callbacks=[minimal,prompt_monitor]", "iterations=1", "hydra.run.dir=run"]
+    assert cli.main(["train", *words, *own]) == 0
+    before = sorted((project / "run").rglob("*"))
+    for name in (
+        "starts.jsonl",
+        "train.log",
+        "metrics/metrics.csv",
+        "metrics/decisions.jsonl",
+        "prompts/suspects.json",
+    ):
+        file, aside = project / "run" / name, project / "aside"
+        if file.exists():
+            file.rename(aside)
+        file.mkdir(parents=True)
+        capsys.readouterr()
+        assert cli.main(["train", "resume=run", "iterations=2"]) == 2, name
+        error = capsys.readouterr().err
+        assert "Traceback" not in error and re.search(rf"run/{name}( is a folder; allowed is a file|')", error), error
+        file.rmdir()
+        if aside.exists():
+            aside.rename(file)
+    assert cli.main(["train", "resume=run", "iterations=2"]) == 0
+    assert {path for path in before if path.suffix != ".ckpt"} <= set((project / "run").rglob("*"))
 
 
 TWO = "import sys\nfrom lightning_rlhf.runs.folder import locked\nwith locked(sys.argv[1]):\n    print(), input()\n"

@@ -142,6 +142,7 @@ def test_composition_with_configs_of_a_folder(tmp_path: Path) -> None:
         ("callbacks.checkpoint.every_n_iterations", True),
         ("module.update.micro_batch_tokens", True),
         ("trainer.devices", True),
+        ("progress_every", True),
         ("trainer.precision", False),
         ("module.update.minibatch_size", False),
         ("callbacks.kl_early_stop.target", False),

@@ -12,7 +12,9 @@ import torch
 from lightning_rlhf.checkpoint.shards import shapes_of_shards
 from lightning_rlhf.errors import InputError
 from lightning_rlhf.ppo import PPOModule
+from lightning_rlhf.runs.recompose import Composition, compose
 from lightning_rlhf.runs.refusal import refuse_other_model
+from lightning_rlhf.train import train as train_from_python
 from tests.checkpoint.test_shards import mesh, two  # noqa: F401
 from tests.runs.test_resume_command import TINY, project, record, train  # noqa: F401
 from tests.support import fit, tiny_module, tiny_policy
@@ -69,6 +71,28 @@ def test_what_refuses_a_checkpoint_does_so_before_the_record_is_touched(
         assert record(project / "run") == tracked, name
         torch.save(saved, named)
     assert train(f"resume={named}", "branch=false") == 0
+
+
+def test_a_branch_of_a_finished_run_that_would_train_nothing_is_refused_before_any_folder_is_made(
+    project: Path,  # noqa: F811
+    capsys: pytest.CaptureFixture,
+) -> None:
+    assert train(*TINY, "logger=none", "hydra.run.dir=run", "iterations=1") == 0
+    before, said = sorted(project.rglob("*")), "iterations = 1 is not allowed: "
+    for words in (["module.kl.coefficient=0.5"], ["branch=true"], ["callbacks=stability", "iterations=1"]):
+        capsys.readouterr()
+        assert train("resume=run", *words) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(said) and "iteration_000001.ckpt has done 1 already" in error
+        assert "allowed: more than 1\n" in error
+        assert sorted(project.rglob("*")) == before
+    typed = ("resume=run", "module.kl.coefficient=0.5", "iterations=1")
+    with pytest.raises(InputError, match=said):
+        train_from_python(compose(Composition(typed), "python"), composition=Composition(typed))
+    assert sorted(project.rglob("*")) == before
+    assert train("resume=run", "callbacks.checkpoint.keep=1") == 0, "the run itself"
+    assert not (project / "outputs").exists()
+    assert train("resume=run", "module.kl.coefficient=0.5", "iterations=2", "hydra.run.dir=branch") == 0
 
 
 def checkpoint_of(module: PPOModule, folder: Path) -> tuple[Any, Path]:
