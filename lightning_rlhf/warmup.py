@@ -94,7 +94,7 @@ def warm_up(
         seed: of the order of the rows and of the drawn answer columns.
 
     Raises:
-        ValueError: a setting is out of range, a row has no answer, or loss or weights are not finite (nothing is kept then).
+        ValueError: a setting is out of range, a row has no answer, or loss or weights (then not kept) are not finite.
         FolderInPlaceError: a folder has the name of the cache's file.
     """
     if lr is None:
