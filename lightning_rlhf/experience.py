@@ -38,13 +38,14 @@ class Safety(IntEnum):
     """What a safety filter made of a response.
 
     ``REDRAWN``: an earlier draw was unsafe, this one is not. ``UNSAFE``: it is, and so were all draws before it.
-    ``REPLACED``: the configured reply stands in its place.
+    ``REPLACED``: the configured reply stands in its place. ``CACHED``: an earlier answer of the policy does.
     """
 
     SAFE = 0
     REDRAWN = 1
     UNSAFE = 2
     REPLACED = 3
+    CACHED = 4
 
 
 @dataclass

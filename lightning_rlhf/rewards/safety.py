@@ -13,12 +13,15 @@ from torch import Tensor
 from lightning_rlhf.bounds import bounded
 from lightning_rlhf.errors import SettingError
 from lightning_rlhf.experience import Experience, Safety
+from lightning_rlhf.rewards.answers import AnswerCache
 from lightning_rlhf.rewards.base import RewardError
 from lightning_rlhf.rewards.model_based import load_classifier
 from lightning_rlhf.settings import build
 
 BLOCK = "module.safety"
 ACTIONS = ("discard_resample", "replace", "penalise")
+MOST_KEPT = 100_000
+"""Largest ``cache``: every answer is compared with the prompts of unsafe responses, and is in each checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,10 @@ class SafetySettings:
     """replace: the text in place of an unsafe response."""
     train_replaced: bool = False
     """replace: learn from the reply, too, although the policy did not write it."""
+    cache: int = 0
+    """replace: good answers that each rank keeps, to stand in for unsafe ones in place of the reply; 0: none."""
+    cache_similarity: float = 0.5
+    """Smallest similarity, at most 1, of a prompt whose answer may be used for another one."""
 
     def __post_init__(self) -> None:
         for name in ("words", "patterns"):
@@ -90,6 +97,10 @@ class SafetySettings:
             raise SettingError(f"{BLOCK}.reply", self.reply, f"{wanted} with action = {self.action}")
         if self.train_replaced and self.action != "replace":
             raise SettingError(f"{BLOCK}.train_replaced", True, f"false with action = {self.action}")
+        bounded(BLOCK, at_least=0, at_most=MOST_KEPT, whole=True, cache=self.cache)
+        bounded(BLOCK, above=0, at_most=1, cache_similarity=self.cache_similarity)
+        if self.cache and self.action != "replace":
+            raise SettingError(f"{BLOCK}.cache", self.cache, f"0 with action = {self.action}")
 
 
 class SafetyFilter:
@@ -107,6 +118,8 @@ class SafetyFilter:
             allowed = "with nothing to look for: set words, patterns or classifier, or the block to null"
             raise SettingError(BLOCK, "on", allowed)
         self.settings = settings
+        self.answers = AnswerCache(settings.cache, settings.cache_similarity) if settings.cache else None
+        """The good answers of this rank; ``None`` without a cache."""
         words = [rf"(?<!\w){re.escape(word)}(?!\w)" for word in settings.words]
         self._rules = [re.compile(word, re.IGNORECASE) for word in words] + [re.compile(p) for p in settings.patterns]
         self.classifier = None if settings.classifier is None else TextClassifier(settings.classifier)
@@ -207,13 +220,20 @@ class TextClassifier:
         raise SettingError(f"{BLOCK}.classifier.label", label, f"one of the classifier's labels: {listed}")
 
 
-def apply_safety(experience: Experience, settings: SafetySettings) -> None:
-    """Take unsafe and replaced responses out of the loss mask, or set ``experience.penalty``, as configured."""
-    codes = experience.require("safety")
+def apply_safety(experience: Experience, safety: SafetyFilter) -> None:
+    """Take unsafe and replaced responses out of the loss mask, or set ``experience.penalty``; keep good answers."""
+    codes, settings = experience.require("safety"), safety.settings
+    if safety.answers is not None:
+        safety.answers.remember(experience)
     unsafe = codes == Safety.UNSAFE
     if settings.action == "penalise":
         experience.penalty = unsafe.to(experience.require("scores").dtype) * settings.penalty
         return
     if not settings.train_replaced:
-        unsafe = unsafe | (codes == Safety.REPLACED)
+        unsafe = unsafe | replaced(codes)
     experience.loss_mask = experience.require("loss_mask") & ~unsafe.unsqueeze(-1)
+
+
+def replaced(codes: Tensor) -> Tensor:
+    """``[B]`` bool: the response is the reply or an earlier answer, which this draw of the policy did not write."""
+    return (codes == Safety.REPLACED) | (codes == Safety.CACHED)
