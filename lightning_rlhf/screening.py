@@ -38,6 +38,9 @@ def screened(
 ) -> Rollout:
     """A rollout of as many rows as asked for, with ``safety`` set to what became of each.
 
+    ``unsafe_draws`` has every unsafe draw, as :meth:`SafetyFilter.findings` tells it, and its ``outcome``: discarded
+    (another was drawn), left_out (of the loss), penalised, replaced (by the reply) or cached (an earlier answer).
+
     A new draw has a seed of its own for each row and attempt, so it does not depend on which other rows are unsafe.
     Nothing here communicates: ranks may need different numbers of draws.
 
@@ -54,7 +57,8 @@ def screened(
         longest: tokens of such an answer at most.
     """
     rollout = draw(prompts, samples, seed)
-    unsafe = torch.tensor(safety.unsafe(texts(rollout)))
+    draws = [[] if finding is None else [finding] for finding in safety.findings(texts(rollout))]
+    unsafe = torch.tensor([bool(found) for found in draws])
     codes = torch.where(unsafe, int(Safety.UNSAFE), int(Safety.SAFE))
     if safety.settings.action == "discard_resample":
         for attempt in range(1, safety.settings.attempts + 1):
@@ -63,16 +67,27 @@ def screened(
                 break
             fresh = draw(_one_each(prompts, rows.tolist(), samples), 1, sample_seed(seed, "safety", attempt, 0))
             rollout = put(rollout, rows, fresh, pad_id)
-            bad = torch.tensor(safety.unsafe(texts(fresh)))
-            codes[rows] = torch.where(bad, int(Safety.UNSAFE), int(Safety.REDRAWN))
+            for row, finding in zip(rows.tolist(), safety.findings(texts(fresh)), strict=True):
+                codes[row] = int(Safety.REDRAWN if finding is None else Safety.UNSAFE)
+                draws[row] += [] if finding is None else [finding]
     if safety.settings.action == "replace" and unsafe.any():
         rows = unsafe.nonzero().flatten()
         asked = rollout.select(rows)
-        found = _still_safe(asked, answers, safety, texts, longest, pad_id)
-        written = _written(asked, [reply if answer is None else answer for answer in found], pad_id)
+        earlier = _still_safe(asked, answers, safety, texts, longest, pad_id)
+        written = _written(asked, [reply if answer is None else answer for answer in earlier], pad_id)
         rollout = put(rollout, rows, written, pad_id)
-        codes[rows] = torch.tensor([int(Safety.REPLACED if answer is None else Safety.CACHED) for answer in found])
-    return replace(rollout, safety=codes.to(rollout.finish.device))
+        codes[rows] = torch.tensor([int(Safety.REPLACED if answer is None else Safety.CACHED) for answer in earlier])
+    _set_outcomes(draws, codes, safety.settings.action)
+    return replace(rollout, safety=codes.to(rollout.finish.device), unsafe_draws=draws)
+
+
+def _set_outcomes(draws: list[list[dict[str, Any]]], codes: Tensor, action: str) -> None:
+    """Note what became of each unsafe draw; all but the last one of a row were followed by another draw."""
+    stays = "penalised" if action == "penalise" else "left_out"
+    last = {Safety.UNSAFE: stays, Safety.REPLACED: "replaced", Safety.CACHED: "cached"}
+    for of_row, code in zip(draws, codes.tolist(), strict=True):
+        for draw in of_row:
+            draw["outcome"] = last.get(code, "discarded") if draw is of_row[-1] else "discarded"
 
 
 def put(rollout: Rollout, rows: Tensor, fresh: Rollout, pad_id: int) -> Rollout:

@@ -120,8 +120,9 @@ class SafetyFilter:
         self.settings = settings
         self.answers = AnswerCache(settings.cache, settings.cache_similarity) if settings.cache else None
         """The good answers of this rank; ``None`` without a cache."""
-        words = [rf"(?<!\w){re.escape(word)}(?!\w)" for word in settings.words]
-        self._rules = [re.compile(word, re.IGNORECASE) for word in words] + [re.compile(p) for p in settings.patterns]
+        words = [(word, rf"(?<!\w){re.escape(word)}(?!\w)") for word in settings.words]
+        self._rules = [("word", word, re.compile(rule, re.IGNORECASE)) for word, rule in words]
+        self._rules += [("pattern", pattern, re.compile(pattern)) for pattern in settings.patterns]
         self.classifier = None if settings.classifier is None else TextClassifier(settings.classifier)
 
     @classmethod
@@ -130,19 +131,38 @@ class SafetyFilter:
         return None if block is None else cls(build(SafetySettings, BLOCK, block))
 
     def unsafe(self, texts: Sequence[str]) -> list[bool]:
-        """Whether each response is unsafe; the classifier reads only those that words and patterns let pass."""
-        found = [any(rule.search(text) for rule in self._rules) for text in texts]
-        if self.classifier is not None and (left := [i for i, bad in enumerate(found) if not bad]):
+        """Whether each response is unsafe."""
+        return [finding is not None for finding in self.findings(texts)]
+
+    def findings(self, texts: Sequence[str]) -> list[dict[str, Any] | None]:
+        """What makes each response unsafe; the classifier reads only those that words and patterns let pass.
+
+        Returns:
+            ``response`` (the text), ``found_by`` (word, pattern or classifier), ``found`` (the first such word or
+            pattern, or the classifier's label), and ``probability`` of the label, ``None`` for the other two. ``None``
+            for a safe response.
+        """
+        found = [self._by_rules(text) for text in texts]
+        if self.classifier is not None and (left := [i for i, finding in enumerate(found) if finding is None]):
             judged = self.classifier.probabilities([texts[i] for i in left])
             for i, probability in zip(left, judged.tolist(), strict=True):
-                found[i] = probability >= self.classifier.settings.threshold
+                if probability >= self.classifier.settings.threshold:
+                    found[i] = _finding(texts[i], "classifier", self.classifier.name, probability)
         return found
+
+    def _by_rules(self, text: str) -> dict[str, Any] | None:
+        hits = (_finding(text, kind, what) for kind, what, rule in self._rules if rule.search(text))
+        return next(hits, None)
 
     def to(self, device: torch.device | str) -> SafetyFilter:
         """Move the classifier."""
         if self.classifier is not None:
             self.classifier.model.to(device)
         return self
+
+
+def _finding(text: str, kind: str, what: str, probability: float | None = None) -> dict[str, Any]:
+    return {"response": text, "found_by": kind, "found": what, "probability": probability}
 
 
 class TextClassifier:
@@ -165,6 +185,8 @@ class TextClassifier:
         self.model.eval().requires_grad_(False)
         self.model.config.pad_token_id = -1  # rows have no padding; a set id would be searched for and skipped
         self.label = self._number_of(settings.label)
+        self.name = str(self.model.config.id2label[self.label])
+        """Of the label."""
         if not self.tokenizer.is_fast:
             allowed = "a classifier with a fast tokenizer, which cuts long texts into windows"
             raise SettingError(f"{BLOCK}.classifier.path", settings.path, allowed)
