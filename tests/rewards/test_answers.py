@@ -406,3 +406,6 @@ def test_every_rank_keeps_its_own_answers(tmp_path: Path) -> None:
         two, tmp_path, tmp_path / "iteration_000002.ckpt", folder=tmp_path / "second", process_group=False
     )
     assert [state for state, _ in resumed] == [state for state, _ in written]
+    alone = wordy(2)
+    alone.on_load_checkpoint(torch.load(tmp_path / "iteration_000002.ckpt", weights_only=True))
+    assert str(alone.safety.answers.state_dict()) == written[0][0], "one rank goes on with those of the first"  # type: ignore[union-attr]
