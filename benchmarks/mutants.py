@@ -79,7 +79,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "callbacks/controllers.py": ("tests/callbacks/test_adaptive_kl.py", "tests/callbacks/test_adaptive_ptx.py"),
     "rewards/termination.py": ("tests/rewards/test_termination.py",),
-    "rewards/safety.py": ("tests/rewards/test_safety.py",),
+    "rewards/answers.py": ("tests/rewards/test_answers.py",),
+    "rewards/safety.py": ("tests/rewards/test_safety.py", "tests/rewards/test_answers.py"),
     "metrics/prompt_statistics.py": ("tests/metrics/test_prompt_statistics.py",),
     "functional/outliers.py": ("tests/functional/test_outliers.py", "tests/metrics/test_prompt_statistics.py"),
     **{

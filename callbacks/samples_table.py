@@ -1,20 +1,24 @@
-"""A table of samples: prompts, responses and scores."""
+"""A table of samples: prompts, responses and scores; and one of the unsafe draws that a safety filter has found."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning import Trainer
 
 from lightning_rlhf.callbacks.base import RLHFCallback
 from lightning_rlhf.callbacks.checks import bounded
+from lightning_rlhf.distributed.processes import gather_objects
 from lightning_rlhf.events import ExperienceStats
 from lightning_rlhf.experience import Experience, Finish, Safety
 from lightning_rlhf.files import write_whole
 from lightning_rlhf.module import ActorCriticModule
 from lightning_rlhf.reporting.loggers import tell
+
+_Item = TypeVar("_Item")
 
 
 class SamplesTable(RLHFCallback):
@@ -22,33 +26,80 @@ class SamplesTable(RLHFCallback):
 
     A logger takes samples if it has a method ``log_samples(rows, iteration)``, as the kit's MLflow logger does.
 
+    With a safety filter the unsafe draws since the last table, which may appear nowhere else, are written to
+    ``samples/unsafe_000010.jsonl`` and, by ``log_table``, to the table ``unsafe_samples``. **They are offensive text.**
+
     Args:
         every_n_iterations: iterations between two tables.
         rows: number of samples, spread evenly from the worst score to the best.
+        unsafe_rows: unsafe draws of each iteration at most, of all ranks, spread evenly over them; 0 for none.
     """
 
-    def __init__(self, every_n_iterations: int = 10, rows: int = 8) -> None:
+    def __init__(self, every_n_iterations: int = 10, rows: int = 8, unsafe_rows: int = 8) -> None:
         bounded("samples_table", at_least=1, whole=True, every_n_iterations=every_n_iterations, rows=rows)
-        self.every_n_iterations, self.rows = every_n_iterations, rows
+        bounded("samples_table", at_least=0, whole=True, unsafe_rows=unsafe_rows)
+        self.every_n_iterations, self.rows, self.unsafe_rows = every_n_iterations, rows, unsafe_rows
+        self._unsafe: list[dict[str, Any]] = []
+        """Since the last table; the same on every rank."""
 
     def on_experience_ready(
         self, trainer: Trainer, module: ActorCriticModule, experience: Experience, stats: ExperienceStats
     ) -> None:
         due = stats.iteration == 1 or stats.iteration % self.every_n_iterations == 0
+        if self.unsafe_rows and experience.safety is not None:
+            self._unsafe += unsafe_samples(experience, self.unsafe_rows, stats.iteration)
+            if due:
+                self._write_unsafe(trainer, stats.iteration)
+                self._unsafe = []
         if not (due and trainer.is_global_zero):
             return
         rows = samples(experience, self.rows)
-        path = Path(trainer.default_root_dir) / "samples" / f"iteration_{stats.iteration:06d}.jsonl"
-        write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        _write(trainer, "iteration", stats.iteration, rows)
         tell(trainer.loggers, "log_samples", rows, stats.iteration)
+
+    def on_train_end(self, trainer: Trainer, module: ActorCriticModule) -> None:  # type: ignore[override]
+        """Write the unsafe draws since the last table; a run that is resumed writes them again, in its next one."""
+        self._write_unsafe(trainer, module.control.iteration)
+
+    def _write_unsafe(self, trainer: Trainer, iteration: int) -> None:
+        if self._unsafe and trainer.is_global_zero:
+            _write(trainer, "unsafe", iteration, self._unsafe)
+            tell(trainer.loggers, "log_table", self._unsafe, iteration, "unsafe_samples")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"unsafe": list(self._unsafe)} if self._unsafe else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._unsafe = list(state_dict.get("unsafe", []))
+
+
+def _write(trainer: Trainer, name: str, iteration: int, rows: list[dict[str, Any]]) -> None:
+    path = Path(trainer.default_root_dir) / "samples" / f"{name}_{iteration:06d}.jsonl"
+    write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def spread(items: Sequence[_Item], most: int) -> list[_Item]:
+    """At most so many of the items, evenly spread from the first to the last."""
+    count = min(most, len(items))
+    return [items[round(k * (len(items) - 1) / max(count - 1, 1))] for k in range(count)]
+
+
+def unsafe_samples(experience: Experience, rows: int, iteration: int) -> list[dict[str, Any]]:
+    """Unsafe draws of all ranks, at most ``rows``, the same on every rank, all of which must call this."""
+    # Without draws where an earlier release drew the rollout ahead.
+    told = zip(experience.prompt_key, experience.prompts, experience.unsafe_draws, strict=bool(experience.unsafe_draws))
+    own = [
+        {"iteration": iteration, "prompt_key": key, "prompt": prompt, **draw}
+        for key, prompt, draws in told
+        for draw in draws
+    ]
+    return spread([row for rank in gather_objects(spread(own, rows)) for row in rank], rows)
 
 
 def samples(experience: Experience, rows: int) -> list[dict[str, Any]]:
     """Rows of the table, ordered by score and spread evenly over its range."""
     scores = experience.require("scores")
-    order = scores.argsort(stable=True).tolist()
-    count = min(rows, len(order))
-    chosen = [order[round(k * (len(order) - 1) / max(count - 1, 1))] for k in range(count)]
+    chosen = spread(scores.argsort(stable=True).tolist(), rows)
     lengths = experience.response_lengths.tolist()
     safety = None if experience.safety is None else experience.safety.tolist()
     kl = None

@@ -38,13 +38,14 @@ class Safety(IntEnum):
     """What a safety filter made of a response.
 
     ``REDRAWN``: an earlier draw was unsafe, this one is not. ``UNSAFE``: it is, and so were all draws before it.
-    ``REPLACED``: the configured reply stands in its place.
+    ``REPLACED``: the configured reply stands in its place. ``CACHED``: an earlier answer of the policy does.
     """
 
     SAFE = 0
     REDRAWN = 1
     UNSAFE = 2
     REPLACED = 3
+    CACHED = 4
 
 
 @dataclass
@@ -118,6 +119,7 @@ class Rollout:
         max_new_tokens: ``[B]`` int64, the length limit in force when the row was drawn; ``None`` if it was drawn by
             calling the engine itself.
         safety: ``[B]`` int64, values of :class:`Safety`; ``None`` without a safety filter.
+        unsafe_draws: for each row its unsafe draws, see :func:`lightning_rlhf.screening.screened`; empty without one.
     """
 
     prompt_ids: Tensor
@@ -132,6 +134,7 @@ class Rollout:
     prompt_key: list[str]
     max_new_tokens: Tensor | None = None
     safety: Tensor | None = None
+    unsafe_draws: list[list[dict[str, Any]]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return self.prompt_ids.shape[0]
@@ -189,6 +192,7 @@ class Rollout:
         joined: dict[str, Any] = {
             "group": torch.cat([p.group + first for p, first in zip(parts, groups, strict=False)]),
             "prompt_key": [key for p in parts for key in p.prompt_key],
+            "unsafe_draws": [draws for p in parts for draws in p.unsafe_draws],
         }
         for f in fields(Rollout):
             if f.name in joined:

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.distributed.processes import together
-from lightning_rlhf.experience import Experience, PromptBatch, Rollout, Safety
+from lightning_rlhf.experience import Experience, PromptBatch, Rollout
 from lightning_rlhf.memory import memory_policy
 from lightning_rlhf.metrics.batch import MetricBatch
 from lightning_rlhf.models.sharding import gathered, is_sharded
+from lightning_rlhf.rewards.safety import replaced
 from lightning_rlhf.rewards.termination import classify
 from lightning_rlhf.rollout import AheadRollouts
 from lightning_rlhf.rollout.binding import check_finite
@@ -62,8 +63,8 @@ class RolloutSource:
             FloatingPointError: a token has no finite log-probability and the module does not handle that.
         """
         if not self.module.accepts_missing_logprobs:
-            replaced = None if rollout.safety is None else rollout.safety == Safety.REPLACED
-            check_finite(rollout if replaced is None else rollout.select((~replaced).nonzero().flatten()))
+            codes = rollout.safety
+            check_finite(rollout if codes is None else rollout.select((~replaced(codes)).nonzero().flatten()))
         return rollout
 
     def weights(self) -> AbstractContextManager[None]:
@@ -165,6 +166,8 @@ class RolloutSource:
         if module.safety is not None and not greedy:  # held-out answers are measured as they are
             texts, reply = partial(response_texts, module.tokenizer, end_ids=module.end_ids), module.safe_reply
             fixed: dict[str, Any] = {"seed": module.seed, "pad_id": pad_id, "reply": reply}
+            if module.safety.answers is not None:  # those of now, as a draw ahead may end at any moment of the update
+                fixed |= {"answers": module.safety.answers.copy(), "longest": limit}
             whole = partial(screened, drawn, prompts, samples, module.safety, texts, **fixed)
         return partial(_finished, whole, limit, module.settings.termination.min_tokens)
 

@@ -219,7 +219,7 @@ class ActorCriticModule(LightningModule):
             self._score(experience)
             drop_early(experience, self.settings.termination)
             if self.safety is not None:
-                apply_safety(experience, self.safety.settings)
+                apply_safety(experience, self.safety)
             metrics = self.prepare_experience(experience) or MetricBatch()
             emit(self, "on_experience_scored", experience)
             agree_on_fields(experience)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lightning_rlhf.generation import RolloutSource
     from lightning_rlhf.logbook import Logbook
     from lightning_rlhf.module import ActorCriticModule
+    from lightning_rlhf.rewards.answers import AnswerCache
     from lightning_rlhf.update import UpdateLoop
 
 
@@ -37,7 +38,7 @@ class ModuleState:
 
     def save(self, checkpoint: dict[str, Any]) -> None:
         """Control, counters, rewards, configuration; of a frozen reference only the fingerprint: it never changes."""
-        module = self._module
+        module, answers = self._module, self._answers
         checkpoint["lightning_rlhf"] = {
             "control": module.control.state_dict(),
             "update": self._update.state_dict(),
@@ -47,6 +48,7 @@ class ModuleState:
             "reference_fingerprint": self.reference_fingerprint(),
             "rewards": gather_objects(module.reward.state_dict()),
             "groups": module.groups.state_dict(),
+            "answers": gather_objects({} if answers is None else answers.state_dict()),
             "rollout_ahead": gather_objects(self._rollouts.state_dict()),
         }
         state = checkpoint["state_dict"]
@@ -67,10 +69,17 @@ class ModuleState:
         self._module.groups.load_state_dict(saved.get("groups", {}))
         rank, world = place()
         self._load_rewards(saved.get("rewards", {}), rank, world)
+        if (answers := self._answers) is not None:
+            states = saved.get("answers", [{}])  # earlier releases saved none
+            answers.load_state_dict(states[rank % len(states)])
         if len(saved["rollout_ahead"]) == world:  # otherwise the next rollout is generated when needed
             self._rollouts.load_state_dict(saved["rollout_ahead"][rank])
         if isinstance(reference, nn.Module):
             checkpoint["state_dict"].update(reference.state_dict(prefix="reference."))
+
+    @property
+    def _answers(self) -> AnswerCache | None:
+        return None if self._module.safety is None else self._module.safety.answers
 
     def _load_rewards(self, saved: list[dict[str, Any]] | dict[str, Any], rank: int, world: int) -> None:
         """Restore the state of this rank's rewards; earlier releases saved none, or that of rank 0 alone."""

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rlhf.data.prompts import refuse_unknown_characters
 from lightning_rlhf.errors import SettingError
 from lightning_rlhf.experience import Finish, PromptBatch, Rollout, Safety, sample_seed
+from lightning_rlhf.rewards.answers import AnswerCache
 from lightning_rlhf.rewards.safety import BLOCK, SafetyFilter, SafetySettings
 from lightning_rlhf.settings import build
 
@@ -33,8 +34,13 @@ def screened(
     seed: int,
     pad_id: int,
     reply: Sequence[int] = (),
+    answers: AnswerCache | None = None,
+    longest: int = 0,
 ) -> Rollout:
     """A rollout of as many rows as asked for, with ``safety`` set to what became of each.
+
+    ``unsafe_draws`` has every unsafe draw, as :meth:`SafetyFilter.findings` tells it, and its ``outcome``: discarded
+    (another was drawn), left_out (of the loss), penalised, replaced (by the reply) or cached (an earlier answer).
 
     A new draw has a seed of its own for each row and attempt, so it does not depend on which other rows are unsafe.
     Nothing here communicates: ranks may need different numbers of draws.
@@ -48,9 +54,12 @@ def screened(
         seed: of the run.
         pad_id: of the policy.
         reply: token ids of the safe reply, end token included.
+        answers: earlier answers, which come before the reply; nothing is added to them.
+        longest: tokens of such an answer at most.
     """
     rollout = draw(prompts, samples, seed)
-    unsafe = torch.tensor(safety.unsafe(texts(rollout)))
+    draws = [[] if finding is None else [finding] for finding in safety.findings(texts(rollout))]
+    unsafe = torch.tensor([bool(found) for found in draws])
     codes = torch.where(unsafe, int(Safety.UNSAFE), int(Safety.SAFE))
     if safety.settings.action == "discard_resample":
         for attempt in range(1, safety.settings.attempts + 1):
@@ -59,13 +68,27 @@ def screened(
                 break
             fresh = draw(_one_each(prompts, rows.tolist(), samples), 1, sample_seed(seed, "safety", attempt, 0))
             rollout = put(rollout, rows, fresh, pad_id)
-            bad = torch.tensor(safety.unsafe(texts(fresh)))
-            codes[rows] = torch.where(bad, int(Safety.UNSAFE), int(Safety.REDRAWN))
+            for row, finding in zip(rows.tolist(), safety.findings(texts(fresh)), strict=True):
+                codes[row] = int(Safety.REDRAWN if finding is None else Safety.UNSAFE)
+                draws[row] += [] if finding is None else [finding]
     if safety.settings.action == "replace" and unsafe.any():
         rows = unsafe.nonzero().flatten()
-        rollout = put(rollout, rows, _replies(rollout.select(rows), reply), pad_id)
-        codes[rows] = int(Safety.REPLACED)
-    return replace(rollout, safety=codes.to(rollout.finish.device))
+        asked = rollout.select(rows)
+        earlier = _still_safe(asked, answers, safety, texts, longest, pad_id)
+        written = _written(asked, [reply if answer is None else answer for answer in earlier], pad_id)
+        rollout = put(rollout, rows, written, pad_id)
+        codes[rows] = torch.tensor([int(Safety.REPLACED if answer is None else Safety.CACHED) for answer in earlier])
+    _set_outcomes(draws, codes, safety.settings.action)
+    return replace(rollout, safety=codes.to(rollout.finish.device), unsafe_draws=draws)
+
+
+def _set_outcomes(draws: list[list[dict[str, Any]]], codes: Tensor, action: str) -> None:
+    """Note what became of each unsafe draw; all but the last one of a row were followed by another draw."""
+    stays = "penalised" if action == "penalise" else "left_out"
+    last = {Safety.UNSAFE: stays, Safety.REPLACED: "replaced", Safety.CACHED: "cached"}
+    for of_row, code in zip(draws, codes.tolist(), strict=True):
+        for draw in of_row:
+            draw["outcome"] = last.get(code, "discarded") if draw is of_row[-1] else "discarded"
 
 
 def put(rollout: Rollout, rows: Tensor, fresh: Rollout, pad_id: int) -> Rollout:
@@ -93,14 +116,40 @@ def _one_each(prompts: PromptBatch, rows: list[int], samples: int) -> PromptBatc
     return PromptBatch(**chosen)
 
 
-def _replies(rows: Rollout, reply: Sequence[int]) -> Rollout:
-    """The rows with the safe reply; the policy did not write it, so its tokens have no log-probability (NaN)."""
-    ids = torch.tensor([list(reply)] * len(rows), device=rows.response_ids.device)
+def _still_safe(
+    rows: Rollout,
+    answers: AnswerCache | None,
+    safety: SafetyFilter,
+    texts: Callable[[Rollout], list[str]],
+    longest: int,
+    pad_id: int,
+) -> list[list[int] | None]:
+    """Token ids of the earlier answer for each row; ``None`` where there is none.
+
+    Each is judged again: a resumed run may have other words, patterns or another classifier than it was kept under.
+    """
+    found = [None] * len(rows) if answers is None else answers.for_rows(rows, longest)
+    tokens: list[list[int] | None] = [None if answer is None else answer.tolist() for answer in found]
+    chosen = [row for row, answer in enumerate(tokens) if answer is not None]
+    if chosen:
+        written = _written(rows.select(torch.tensor(chosen)), [tokens[row] or [] for row in chosen], pad_id)
+        for row, unsafe in zip(chosen, safety.unsafe(texts(written)), strict=True):
+            if unsafe:
+                tokens[row] = None
+    return tokens
+
+
+def _written(rows: Rollout, tokens: Sequence[Sequence[int]], pad_id: int) -> Rollout:
+    """The rows with these tokens as responses; the policy did not draw them, so they have no log-probability (NaN)."""
+    lengths = torch.tensor([len(ids) for ids in tokens])
+    width = int(lengths.max())
+    ids = torch.tensor([[*row, *[pad_id] * (width - len(row))] for row in tokens], device=rows.response_ids.device)
+    mask = (torch.arange(width) < lengths.unsqueeze(1)).to(ids.device)
     return replace(
         rows,
         response_ids=ids,
-        response_mask=torch.ones_like(ids, dtype=torch.bool),
-        rollout_logprobs=torch.full_like(ids, torch.nan, dtype=rows.rollout_logprobs.dtype),
+        response_mask=mask,
+        rollout_logprobs=torch.zeros_like(ids, dtype=rows.rollout_logprobs.dtype).masked_fill(mask, torch.nan),
         finish=torch.full_like(rows.finish, int(Finish.NATURAL)),
     )
 

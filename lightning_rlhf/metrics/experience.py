@@ -42,6 +42,7 @@ def experience_metrics(experience: Experience, metrics: MetricBatch) -> None:
         metrics.mean("safety/flagged_fraction", (experience.safety != Safety.SAFE).float())
         metrics.mean("safety/redrawn_fraction", (experience.safety == Safety.REDRAWN).float())
         metrics.mean("safety/replaced_fraction", (experience.safety == Safety.REPLACED).float())
+        metrics.mean("safety/cached_fraction", (experience.safety == Safety.CACHED).float())
         metrics.mean("safety/unsafe_fraction", (experience.safety == Safety.UNSAFE).float())
     metrics.mean("prompt/length_mean", experience.prompt_mask.sum(-1).float())
     metrics.mean("tokens/rejected_fraction", (~valid).float(), generated)

@@ -13,12 +13,15 @@ from torch import Tensor
 from lightning_rlhf.bounds import bounded
 from lightning_rlhf.errors import SettingError
 from lightning_rlhf.experience import Experience, Safety
+from lightning_rlhf.rewards.answers import AnswerCache
 from lightning_rlhf.rewards.base import RewardError
 from lightning_rlhf.rewards.model_based import load_classifier
 from lightning_rlhf.settings import build
 
 BLOCK = "module.safety"
 ACTIONS = ("discard_resample", "replace", "penalise")
+MOST_KEPT = 100_000
+"""Largest ``cache``: every answer is compared with the prompts of unsafe responses, and is in each checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,10 @@ class SafetySettings:
     """replace: the text in place of an unsafe response."""
     train_replaced: bool = False
     """replace: learn from the reply, too, although the policy did not write it."""
+    cache: int = 0
+    """replace: good answers that each rank keeps, to stand in for unsafe ones in place of the reply; 0: none."""
+    cache_similarity: float = 0.5
+    """Smallest similarity, at most 1, of a prompt whose answer may be used for another one."""
 
     def __post_init__(self) -> None:
         for name in ("words", "patterns"):
@@ -90,6 +97,10 @@ class SafetySettings:
             raise SettingError(f"{BLOCK}.reply", self.reply, f"{wanted} with action = {self.action}")
         if self.train_replaced and self.action != "replace":
             raise SettingError(f"{BLOCK}.train_replaced", True, f"false with action = {self.action}")
+        bounded(BLOCK, at_least=0, at_most=MOST_KEPT, whole=True, cache=self.cache)
+        bounded(BLOCK, above=0, at_most=1, cache_similarity=self.cache_similarity)
+        if self.cache and self.action != "replace":
+            raise SettingError(f"{BLOCK}.cache", self.cache, f"0 with action = {self.action}")
 
 
 class SafetyFilter:
@@ -107,8 +118,11 @@ class SafetyFilter:
             allowed = "with nothing to look for: set words, patterns or classifier, or the block to null"
             raise SettingError(BLOCK, "on", allowed)
         self.settings = settings
-        words = [rf"(?<!\w){re.escape(word)}(?!\w)" for word in settings.words]
-        self._rules = [re.compile(word, re.IGNORECASE) for word in words] + [re.compile(p) for p in settings.patterns]
+        self.answers = AnswerCache(settings.cache, settings.cache_similarity) if settings.cache else None
+        """The good answers of this rank; ``None`` without a cache."""
+        words = [(word, rf"(?<!\w){re.escape(word)}(?!\w)") for word in settings.words]
+        self._rules = [("word", word, re.compile(rule, re.IGNORECASE)) for word, rule in words]
+        self._rules += [("pattern", pattern, re.compile(pattern)) for pattern in settings.patterns]
         self.classifier = None if settings.classifier is None else TextClassifier(settings.classifier)
 
     @classmethod
@@ -117,19 +131,38 @@ class SafetyFilter:
         return None if block is None else cls(build(SafetySettings, BLOCK, block))
 
     def unsafe(self, texts: Sequence[str]) -> list[bool]:
-        """Whether each response is unsafe; the classifier reads only those that words and patterns let pass."""
-        found = [any(rule.search(text) for rule in self._rules) for text in texts]
-        if self.classifier is not None and (left := [i for i, bad in enumerate(found) if not bad]):
+        """Whether each response is unsafe."""
+        return [finding is not None for finding in self.findings(texts)]
+
+    def findings(self, texts: Sequence[str]) -> list[dict[str, Any] | None]:
+        """What makes each response unsafe; the classifier reads only those that words and patterns let pass.
+
+        Returns:
+            ``response`` (the text), ``found_by`` (word, pattern or classifier), ``found`` (the first such word or
+            pattern, or the classifier's label), and ``probability`` of the label, ``None`` for the other two. ``None``
+            for a safe response.
+        """
+        found = [self._by_rules(text) for text in texts]
+        if self.classifier is not None and (left := [i for i, finding in enumerate(found) if finding is None]):
             judged = self.classifier.probabilities([texts[i] for i in left])
             for i, probability in zip(left, judged.tolist(), strict=True):
-                found[i] = probability >= self.classifier.settings.threshold
+                if probability >= self.classifier.settings.threshold:
+                    found[i] = _finding(texts[i], "classifier", self.classifier.name, probability)
         return found
+
+    def _by_rules(self, text: str) -> dict[str, Any] | None:
+        hits = (_finding(text, kind, what) for kind, what, rule in self._rules if rule.search(text))
+        return next(hits, None)
 
     def to(self, device: torch.device | str) -> SafetyFilter:
         """Move the classifier."""
         if self.classifier is not None:
             self.classifier.model.to(device)
         return self
+
+
+def _finding(text: str, kind: str, what: str, probability: float | None = None) -> dict[str, Any]:
+    return {"response": text, "found_by": kind, "found": what, "probability": probability}
 
 
 class TextClassifier:
@@ -152,6 +185,8 @@ class TextClassifier:
         self.model.eval().requires_grad_(False)
         self.model.config.pad_token_id = -1  # rows have no padding; a set id would be searched for and skipped
         self.label = self._number_of(settings.label)
+        self.name = str(self.model.config.id2label[self.label])
+        """Of the label."""
         if not self.tokenizer.is_fast:
             allowed = "a classifier with a fast tokenizer, which cuts long texts into windows"
             raise SettingError(f"{BLOCK}.classifier.path", settings.path, allowed)
@@ -207,13 +242,20 @@ class TextClassifier:
         raise SettingError(f"{BLOCK}.classifier.label", label, f"one of the classifier's labels: {listed}")
 
 
-def apply_safety(experience: Experience, settings: SafetySettings) -> None:
-    """Take unsafe and replaced responses out of the loss mask, or set ``experience.penalty``, as configured."""
-    codes = experience.require("safety")
+def apply_safety(experience: Experience, safety: SafetyFilter) -> None:
+    """Take unsafe and replaced responses out of the loss mask, or set ``experience.penalty``; keep good answers."""
+    codes, settings = experience.require("safety"), safety.settings
+    if safety.answers is not None:
+        safety.answers.remember(experience)
     unsafe = codes == Safety.UNSAFE
     if settings.action == "penalise":
         experience.penalty = unsafe.to(experience.require("scores").dtype) * settings.penalty
         return
     if not settings.train_replaced:
-        unsafe = unsafe | (codes == Safety.REPLACED)
+        unsafe = unsafe | replaced(codes)
     experience.loss_mask = experience.require("loss_mask") & ~unsafe.unsqueeze(-1)
+
+
+def replaced(codes: Tensor) -> Tensor:
+    """``[B]`` bool: the response is the reply or an earlier answer, which this draw of the policy did not write."""
+    return (codes == Safety.REPLACED) | (codes == Safety.CACHED)

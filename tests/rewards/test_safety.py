@@ -95,6 +95,19 @@ def test_the_classifier_reads_what_words_let_pass_and_every_window_of_it(toxic: 
     assert by_number is not None and torch.equal(by_number.probabilities(["171"]), together[:1])
 
 
+def test_what_was_found_is_told(toxic: str) -> None:
+    classifier = {"path": toxic, "label": "1", "max_tokens": 8}
+    judged = filter_of(words=["12", "so"], patterns=["^0", "9$"], classifier=classifier)
+    texts = ["9 SO 12", "0 12", "019", "171", "4"]
+    said = [finding and (finding["found_by"], finding["found"]) for finding in judged.findings(texts)]
+    assert said == [("word", "12"), ("word", "12"), ("pattern", "^0"), ("classifier", "toxic"), None]
+    assert judged.classifier is not None
+    told = [finding for finding in judged.findings(texts) if finding]
+    assert [finding["response"] for finding in told] == texts[:4]
+    expected = [None, None, None, float(judged.classifier.probabilities(["171"]))]
+    assert [finding["probability"] for finding in told] == expected
+
+
 def test_a_classifier_that_answers_nan_is_an_error(toxic: str, tmp_path: Path) -> None:
     """NaN is over no threshold, so everything would pass."""
     broken = BertForSequenceClassification.from_pretrained(toxic)
@@ -306,6 +319,41 @@ def test_the_table_of_samples_says_what_became_of_each(tmp_path: Path) -> None:
     fit(tiny_module(iterations=1, safety=ODD), [SamplesTable(rows=16)], folder=tmp_path)
     table = (tmp_path / "samples" / "iteration_000001.jsonl").read_text()
     assert '"safety": "safe"' in table and '"safety": "redrawn"' in table
+
+
+@pytest.mark.parametrize(
+    ("block", "outcomes"),
+    [
+        ({"attempts": 2}, {"discarded", "left_out"}),
+        ({"action": "replace", "reply": "4", "cache": 8, "cache_similarity": 0.1}, {"replaced", "cached"}),
+        ({"action": "penalise"}, {"penalised"}),
+    ],
+)
+def test_every_unsafe_draw_is_kept_with_what_became_of_it(block: dict[str, Any], outcomes: set[str]) -> None:
+    _, plain, _ = run(None)
+    module, recorder = tiny_module(iterations=5, safety=ODD | block, termination={"min_tokens": 0}), Recorder()
+    fit(module, [recorder])
+    experiences = [scored for scored, _ in recorder.of("on_experience_ready")]
+    found: set[str] = set()
+    for scored in experiences:
+        for code, text, draws in zip(scored.safety.tolist(), scored.texts, scored.unsafe_draws, strict=True):
+            assert all(is_odd(draw["response"]) and draw["found_by"] == "pattern" for draw in draws)
+            assert all(draw["found"] == "[13579]" and draw["probability"] is None for draw in draws)
+            assert bool(draws) == (code != Safety.SAFE)
+            told = [draw["outcome"] for draw in draws]
+            found |= set(told)
+            if code == Safety.REDRAWN:
+                assert len(draws) <= 2 and set(told) == {"discarded"} and text not in {d["response"] for d in draws}
+            elif code == Safety.UNSAFE and "attempts" in block:
+                assert told == ["discarded", "discarded", "left_out"] and draws[-1]["response"] == text
+            elif code != Safety.SAFE:
+                assert told == [{2: "penalised", 3: "replaced", 4: "cached"}[code]]
+    assert found == outcomes
+    first = [
+        draws[0]["response"] if draws else text
+        for draws, text in zip(experiences[0].unsafe_draws, experiences[0].texts, strict=True)
+    ]
+    assert first == plain.texts, "together they are the first draws of any run"
 
 
 def lagging() -> Any:

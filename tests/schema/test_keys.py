@@ -237,6 +237,7 @@ SEEN_OTHERWISE = {
     "data.max_groups",  # data/test_groups.py: a column with more values is refused
     "resume_on_other_data",  # data/test_fingerprint.py: other data is refused without it
     "rollout.max_staleness",  # rollout/test_ahead.py: a stale rollout is drawn again
+    "callbacks.samples_table.unsafe_rows",  # callbacks/test_samples_table.py: how many unsafe draws are written
     "model.policy.npu_fused",  # accelerators/test_npu_fused.py: layers are exchanged
     "trainer.accelerator",  # test_cli.py: an unknown one is refused
     "unsupported_precision",  # test_precision.py: what happens without the arithmetic
