@@ -98,7 +98,7 @@ callbacks prompt_monitor and prompt_records: callbacks=[default,prompt_monitor,p
   --map FOLDER         a figure with a point per prompt, coloured by KL and by score, and a table of its points
   --screen FILE        ranks new prompts by how probable a high KL is, as the run's own prompts show; prints how well
                        that works on prompts held out. With --export FOLDER: the ranking, and a list of keys to edit
-                       (the extra prompts: pip install "lightning-rlhf[prompts]")
+                       (needs scikit-learn, which the extra prompts brings)
   --threshold P        probability from which on --screen lists a prompt (0.5)
   --embedding NAME     what makes vectors of texts for --map and --screen: an import path, or a block with _target_;
                        otherwise the policy of the run's newest checkpoint
