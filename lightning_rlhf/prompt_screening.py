@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lightning_rlhf.data.prompts import Prompt
+from lightning_rlhf.data.prompts import MESSAGES_KEY, Prompt
 from lightning_rlhf.data.sources import SOURCE_KEY
 from lightning_rlhf.errors import InputError
 from lightning_rlhf.files import write_whole
@@ -187,6 +187,12 @@ def ranked(
     return sorted(rows, key=lambda row: -row.probability)
 
 
+def asked(prompt: Prompt) -> str:
+    """What to show of a prompt: its last message, as a chat template begins all with the same words, or its text."""
+    messages = prompt.row.get(MESSAGES_KEY)
+    return str(messages[-1]["content"]) if messages else prompt.text
+
+
 def refuse_used_files(folder: Path) -> None:
     """The list is meant to be edited, so it is never written over.
 
@@ -225,7 +231,7 @@ def write_ranking(folder: Path, run: str, rows: Sequence[Ranked], held_out: Held
     if warning:
         lines.append(f"# WARNING: {warning}")
     for key, row in reversed(listed.items()):
-        lines.append(f"{key}  # {row.probability:.2f}: {shortened(row.prompt.text, 60)}")
+        lines.append(f"{key}  # {row.probability:.2f}: {shortened(asked(row.prompt), 60)}")
     write_whole(folder / FILES["list"], "\n".join(lines) + "\n")
     return [
         f"the ranking: {folder / FILES['ranking']}",
@@ -239,7 +245,7 @@ def _record(row: Ranked, warning: str) -> Mapping[str, Any]:
         "key": row.prompt.key,
         "probability": round(row.probability, 6),
         "row": row.prompt.row[SOURCE_KEY],
-        "prompt": shortened(row.prompt.text, 200),
+        "prompt": shortened(asked(row.prompt), 200),
         "recorded_kl_excess": row.recorded,
     }
     return record | ({"warning": warning} if warning else {})

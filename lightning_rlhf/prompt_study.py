@@ -126,6 +126,6 @@ def _listing(ranking: Sequence[Ranked], held_out: HeldOut, too_long: int, wishes
     table = [["probability", "prompt key", "row", "prompt"]]
     for row in ranking[: screening.SHOWN]:
         place = shortened(str(row.prompt.row[SOURCE_KEY]), 60)
-        table.append([f"{row.probability:.2f}", row.prompt.key, place, shortened(row.prompt.text, 40)])
+        table.append([f"{row.probability:.2f}", row.prompt.key, place, shortened(screening.asked(row.prompt), 40)])
     more = [] if wishes.export is not None else ["the whole ranking, and a list of keys: --export FOLDER"]
     return [*lines, "", *aligned(table), "", *more]

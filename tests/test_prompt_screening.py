@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_rlhf.data.lists import read_list
-from lightning_rlhf.data.prompts import Prompt
+from lightning_rlhf.data.prompts import MESSAGES_KEY, Prompt
 from lightning_rlhf.data.sources import SOURCE_KEY
 from lightning_rlhf.errors import InputError
 from lightning_rlhf.experience import prompt_key
@@ -165,6 +165,14 @@ def test_ranking_and_list_are_written_and_the_next_run_reads_the_list(tmp_path: 
         "recorded_kl_excess": 1.25,
     }
     assert json.loads(lines[3])["prompt"] == "a b" and len(lines) == 4
+
+
+def test_a_chat_prompt_is_shown_by_its_last_message(tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "why?"}]
+    chat = Prompt([1], "<|system|>be brief<|user|>why?", "0" * 16, {MESSAGES_KEY: messages, SOURCE_KEY: "new.jsonl:1"})
+    write_ranking(tmp_path, "run", ranked([chat], [0.9], []), GOOD, 0.5)
+    assert json.loads((tmp_path / FILES["ranking"]).read_text(encoding="utf-8"))["prompt"] == "why?"
+    assert (tmp_path / FILES["list"]).read_text(encoding="utf-8").endswith("# 0.90: why?\n")
 
 
 def test_an_auc_of_chance_lists_nothing_and_says_so_in_every_row(tmp_path: Path) -> None:

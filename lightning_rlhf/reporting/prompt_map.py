@@ -29,6 +29,8 @@ NEIGHBOURS = 15
 """Neighbours of a point that UMAP keeps together, its own default; fewer prompts are shown by PCA."""
 NAMED = 12
 """Suspects whose keys are written into the figure, those first in the monitor's list."""
+TEXT = 1000
+"""Characters of a prompt in the table; a chat template begins all with the same words."""
 SHARE_IN_COLOUR = 0.98
 """The colours end at this quantile and its counterpart, and leave out at least the farthest value on each side: one
 enormous KL would leave all other prompts one colour."""
@@ -130,7 +132,7 @@ def _cells(prompt: RecordedPrompt, point: Sequence[float], reasons: str) -> dict
         "visits": prompt.visits,
         "samples": prompt.samples,
         "suspect": reasons,
-        "prompt": shortened(prompt.text, 200),
+        "prompt": shortened(prompt.text, TEXT),
     }
 
 
