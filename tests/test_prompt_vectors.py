@@ -65,6 +65,13 @@ def test_states_that_are_not_finite_are_refused(policy: RunPolicy) -> None:
     broken = RunPolicy(policy.checkpoint, {"data": {}}, policy.tokenizer, Actor(lm))
     with pytest.raises(InputError, match=r"hidden states of iteration_000001\.ckpt are not finite"):
         broken.measure([[3, 4]])
+    lm = tiny_policy().actor.lm
+    with torch.no_grad():
+        lm.get_input_embeddings().weight[5].fill_(torch.inf)
+    one = RunPolicy(policy.checkpoint, {"data": {}}, policy.tokenizer, Actor(lm))
+    assert one.measure([[3], [4]]).states.isfinite().all()
+    with pytest.raises(InputError, match="are not finite"):
+        one.measure([[3], [5]])
 
 
 def test_a_model_in_low_precision_is_measured_in_float32(policy: RunPolicy) -> None:

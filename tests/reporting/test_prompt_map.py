@@ -63,6 +63,13 @@ def test_one_enormous_kl_does_not_take_the_colours_from_the_others() -> None:
     prompts = [*PROMPTS[:19], prompt(19, 1e6)]
     dots = draw("run", prompts, PLANE, vectors="x", suspects={}).axes[0].collections[0]
     assert dots.get_clim() == pytest.approx((0.01, 3.24)), "the second and the last but one"
+    assert dots.colorbar and dots.colorbar.extend == "both", "the colour bar says that values lie beyond its ends"
+    equal = [prompt(8, 1.0) for _ in range(20)]
+    dots = draw("run", equal, PLANE, vectors="x", suspects={}).axes[0].collections[0]
+    assert dots.colorbar and dots.colorbar.extend == "neither"
+    two_low = [prompt(number, float(number > 1)) for number in range(20)]
+    dots = draw("run", two_low, PLANE, vectors="x", suspects={}).axes[0].collections[0]
+    assert dots.colorbar and dots.colorbar.extend == "neither" and dots.get_clim() == (0.0, 1.0)
 
 
 def test_prompts_without_a_kl_are_grey() -> None:
