@@ -66,8 +66,9 @@ def test_states_that_are_not_finite_are_refused(policy: RunPolicy) -> None:
     with pytest.raises(InputError, match=r"hidden states of iteration_000001\.ckpt are not finite"):
         broken.measure([[3, 4]])
     lm = tiny_policy().actor.lm
+    table: Any = lm.get_input_embeddings()
     with torch.no_grad():
-        lm.get_input_embeddings().weight[5].fill_(torch.inf)
+        table.weight[5].fill_(torch.inf)
     one = RunPolicy(policy.checkpoint, {"data": {}}, policy.tokenizer, Actor(lm))
     assert one.measure([[3], [4]]).states.isfinite().all()
     with pytest.raises(InputError, match="are not finite"):
