@@ -82,6 +82,11 @@ TESTS: dict[str, tuple[str, ...]] = {
     "rewards/answers.py": ("tests/rewards/test_answers.py",),
     "rewards/safety.py": ("tests/rewards/test_safety.py", "tests/rewards/test_answers.py"),
     "metrics/prompt_statistics.py": ("tests/metrics/test_prompt_statistics.py",),
+    "functional/projection.py": ("tests/functional/test_projection.py",),
+    "reporting/prompt_table.py": ("tests/reporting/test_prompt_table.py",),
+    "reporting/prompt_map.py": ("tests/reporting/test_prompt_map.py",),
+    "prompt_screening.py": ("tests/test_prompt_screening.py",),
+    "prompt_vectors.py": ("tests/test_prompt_vectors.py",),
     "functional/outliers.py": ("tests/functional/test_outliers.py", "tests/metrics/test_prompt_statistics.py"),
     **{
         f"callbacks/{name}.py": (f"tests/callbacks/test_{name}.py", *more)

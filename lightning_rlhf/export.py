@@ -15,6 +15,7 @@ from lightning_rlhf.assembly import building, load_checkpoint, make
 from lightning_rlhf.evaluate import without_reference
 from lightning_rlhf.mixins.alp_settings import ALPSettings, alp_settings
 from lightning_rlhf.models import LoadedModel
+from lightning_rlhf.models.actor import Actor
 from lightning_rlhf.models.fixed_perturbation import save_perturbation
 from lightning_rlhf.models.perturbation import decoder_layers
 from lightning_rlhf.quiet import quiet_loading
@@ -59,14 +60,7 @@ def export_checkpoint(
     noise = alp_settings(config["module"].get("alp"))
     if perturbation and noise is None:
         raise InputError(f"perturbation = true is not allowed: {checkpoint!r} was trained without module.alp")
-    quiet_loading()
-    loaded = _base_model(config)
-    with building("model.policy"):
-        actor = make(config["model"]["policy"] | {"critic": "none"}, loaded=loaded).actor
-    prefix = "actor."
-    weights = {k.removeprefix(prefix): v for k, v in saved["state_dict"].items() if k.startswith(prefix)}
-    _refuse_broken(weights, going_on.checkpoint)
-    actor.load_state_dict(weights)
+    loaded, actor = trained_actor(config, saved["state_dict"], going_on.checkpoint)
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = target.parent / f".{target.name}.{secrets.token_hex(4)}"
     staging.mkdir()
@@ -85,12 +79,37 @@ def export_checkpoint(
     return target
 
 
-def _refuse_broken(weights: Mapping[str, Tensor], checkpoint: Path) -> None:
+def trained_actor(
+    config: Mapping[str, Any], state: Mapping[str, Tensor], checkpoint: Path, use: str = "exported"
+) -> tuple[LoadedModel, Actor]:
+    """The model that the run began with, its tokenizer, and the actor with a checkpoint's weights, on the CPU.
+
+    Args:
+        config: of the run, see :func:`~lightning_rlhf.evaluate.without_reference`.
+        state: the checkpoint's ``state_dict``.
+        checkpoint: where it lies, for errors.
+        use: what becomes of the policy, for errors.
+
+    Raises:
+        InputError: the model cannot be loaded, or the weights hold NaN or infinity.
+    """
+    quiet_loading()
+    loaded = _base_model(config)
+    with building("model.policy"):
+        actor: Actor = make(config["model"]["policy"] | {"critic": "none"}, loaded=loaded).actor
+    prefix = "actor."
+    weights = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+    _refuse_broken(weights, checkpoint, use)
+    actor.load_state_dict(weights)
+    return loaded, actor
+
+
+def _refuse_broken(weights: Mapping[str, Tensor], checkpoint: Path, use: str) -> None:
     """Weights with NaN or infinity answer nothing."""
     broken = sorted(name for name, weight in weights.items() if not weight.isfinite().all())
     if broken:
         raise InputError(
-            f"checkpoint = {str(checkpoint)!r} is not exported: {len(broken)} of its weights hold NaN or infinity, "
+            f"checkpoint = {str(checkpoint)!r} is not {use}: {len(broken)} of its weights hold NaN or infinity, "
             f"{broken[0]} first; name an earlier checkpoint"
         )
 

@@ -11,7 +11,7 @@ lightning-rlhf {version}: reinforcement learning of language models
   lightning-rlhf train  [key=value ...]                           train; without arguments, the quickstart
   lightning-rlhf eval   checkpoint=RUN_OR_FILE [key=value ...]    score held-out prompts with a checkpoint
   lightning-rlhf export checkpoint=RUN_OR_FILE output=FOLDER      write a Hugging Face folder
-  lightning-rlhf prompts RUN [--why KEY] [--export FOLDER]        the prompts that stand out, and why
+  lightning-rlhf prompts RUN [--why KEY] [--map FOLDER] ...       the prompts that stand out, and why; a map
   lightning-rlhf serve  [port=8000 ...] [key=value ...]           start a vLLM server for a run (rollout=vllm_server)
 
 What each takes: lightning-rlhf train --help, and so on. The version: --version
@@ -86,7 +86,7 @@ examples
 """
 
 PROMPTS = """\
-lightning-rlhf prompts RUN [--why KEY] [--export FOLDER]
+lightning-rlhf prompts RUN [--why KEY] [--export FOLDER] [--map FOLDER] [--screen FILE] [more flags]
 
 Lists the prompts of a run whose reward, spread of rewards or KL lies far from that of the others. The run needs the
 callbacks prompt_monitor and prompt_records: callbacks=[default,prompt_monitor,prompt_records].
@@ -95,11 +95,20 @@ callbacks prompt_monitor and prompt_records: callbacks=[default,prompt_monitor,p
   --why KEY            one prompt: its text, its numbers at every visit, its newest responses
   --export FOLDER      a page to review the suspects, their samples as JSONL, and two lists of keys to edit
                        (data.blacklist=FILE: not trained on; data.conservative=FILE: a larger KL coefficient)
+  --map FOLDER         a figure with a point per prompt, coloured by KL and by score, and a table of its points
+  --screen FILE        ranks new prompts by how probable a high KL is, as the run's own prompts show; prints how well
+                       that works on prompts held out. With --export FOLDER: the ranking, and a list of keys to edit
+                       (needs scikit-learn, which the extra prompts brings)
+  --threshold P        probability from which on --screen lists a prompt (0.5)
+  --embedding NAME     what makes vectors of texts for --map and --screen: an import path, or a block with _target_;
+                       otherwise the policy of the run's newest checkpoint
 
 examples
   lightning-rlhf prompts outputs/2026-01-31/12-00-00
   lightning-rlhf prompts latest --why 1f2e3d4c5b6a7988
   lightning-rlhf prompts latest --export review
+  lightning-rlhf prompts latest --map map
+  lightning-rlhf prompts latest --screen new.jsonl --export screened
 """
 
 SERVE = """\

@@ -1,8 +1,9 @@
-"""The verb ``prompts``: the suspects of a run, one prompt's history, and lists and a page for their review."""
+"""The verb ``prompts``: the suspects of a run, one prompt's history, a review, a map, and a ranking of new prompts."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +11,25 @@ from typing import Any
 
 from lightning_rlhf.errors import InputError
 from lightning_rlhf.files import as_file
-from lightning_rlhf.reporting.prompt_records import FOLDER, SUSPECTS, pieces, read_records
-from lightning_rlhf.reporting.prompt_review import described, fault_of, shortened, write_review
+from lightning_rlhf.reporting.prompt_records import FOLDER, SUSPECTS, read_records
+from lightning_rlhf.reporting.prompt_review import aligned, described, fault_of, shortened, write_review
+from lightning_rlhf.reporting.prompt_table import refuse_without_records
 from lightning_rlhf.runs.folder import STARTS
 
 SHOWN = 5
 """Responses that ``--why`` prints."""
 SWITCH_ON = "callbacks=[default,prompt_monitor,prompt_records]"
+
+
+FLAGS = {
+    "--why": ("KEY", "a prompt key"),
+    "--export": ("FOLDER", "a folder"),
+    "--map": ("FOLDER", "a folder"),
+    "--screen": ("FILE", "a file of new prompts"),
+    "--threshold": ("P", "a number between 0 and 1"),
+    "--embedding": ("NAME", "an import path, or a block with _target_"),
+}
+"""Flags, what stands for each one's value in the help, and what the value is."""
 
 
 @dataclass(frozen=True)
@@ -26,57 +39,99 @@ class Options:
     Attributes:
         run: folder of a run, or ``latest``.
         why: a prompt key whose history is shown.
-        export: folder for the lists and the page.
+        export: folder for the lists and the page; with ``screen`` for the ranking of the new prompts and its list.
+        map: folder for a map of the prompts.
+        screen: file of new prompts that are ranked.
+        threshold: probability from which on a new prompt is listed.
+        embedding: what makes vectors of texts in place of the policy.
     """
 
     run: str
     why: str | None = None
     export: str | None = None
+    map: str | None = None
+    screen: str | None = None
+    threshold: str | None = None
+    embedding: str | None = None
 
     @classmethod
     def of(cls, arguments: Sequence[str]) -> Options:
         """From the arguments after the verb.
 
         Raises:
-            InputError: no run, several, an unknown flag, or a flag without its value.
+            InputError: no run, several, an unknown flag, a flag without its value, or one that has no effect.
         """
         runs: list[str] = []
         flags: dict[str, str] = {}
         words = iter(arguments)
         for word in words:
             name, equals, value = word.partition("=")
-            if name in ("--why", "--export"):
+            if name in FLAGS:
                 value = value if equals else next(words, "")
                 if not value or value.startswith("--"):
-                    raise InputError(f"{name} needs a value: {'a prompt key' if name == '--why' else 'a folder'}")
+                    raise InputError(f"{name} needs a value: {FLAGS[name][1]}")
                 flags[name[2:]] = value
             elif word.startswith("-"):
-                raise InputError(f"{word} is no flag of prompts; there are --why KEY and --export FOLDER")
+                known = ", ".join(f"{flag} {value}" for flag, (value, _) in FLAGS.items())
+                raise InputError(f"{word} is no flag of prompts; there are {known}")
             else:
                 runs.append(word)
         if len(runs) != 1:
             found = "none" if not runs else ", ".join(runs)
             raise InputError(f"prompts needs the folder of one run, or latest; given: {found}")
+        if "threshold" in flags and "screen" not in flags:
+            raise InputError("--threshold has no effect without --screen FILE")
+        if "embedding" in flags and not {"screen", "map"} & {*flags}:
+            raise InputError("--embedding has no effect without --map FOLDER or --screen FILE")
         return cls(runs[0], **flags)
+
+    @property
+    def least(self) -> float:
+        """The threshold as a number; 0.5 by default.
+
+        Raises:
+            InputError: it is none between 0 and 1.
+        """
+        try:
+            value = 0.5 if self.threshold is None else float(self.threshold)
+        except ValueError:
+            value = math.nan
+        if not 0 < value < 1:
+            raise InputError(f"--threshold {self.threshold} is not allowed: a number > 0 and < 1")
+        return value
 
 
 def show(options: Options) -> None:
-    """Print what is asked for, and write the export.
+    """Print what is asked for, and write map, ranking or export.
 
     Raises:
-        InputError: no such run, nothing recorded, an unknown key, or a folder in use.
+        InputError: no such run, nothing recorded, an unknown key, a folder in use, or what
+            :func:`~lightning_rlhf.prompt_study.study` refuses.
     """
+    least = options.least
     run = find_run(options.run)
     if options.why is not None:
         print(history(run, options.why))
-    if options.export is not None:
+    if options.map is not None or options.screen is not None:
+        from lightning_rlhf.prompt_study import Wishes, study  # loads what makes models
+
+        wishes = Wishes(options.map, options.screen, options.export, least, options.embedding)
+        study(run, wishes, suspects_of(run))
+    if options.export is not None and options.screen is None:
         found = read_suspects(run)
         records = records_of(run, [suspect["key"] for suspect in found["suspects"]])
         if not records and found["suspects"]:
             print(f"note: {run / FOLDER} has no records, so texts and responses are missing; next time {SWITCH_ON}")
         print("\n".join(write_review(Path(options.export).expanduser(), str(run), found, records)))
-    if options.why is None and options.export is None:
+    if options == Options(options.run):
         print(listing(run))
+
+
+def suspects_of(run: Path) -> dict[str, str]:
+    """Keys of the suspects, each with its reasons; none where no prompt monitor has written a file."""
+    if not (run / FOLDER / SUSPECTS).exists():
+        return {}
+    return {suspect["key"]: described(suspect) for suspect in read_suspects(run)["suspects"]}
 
 
 def find_run(where: str) -> Path:
@@ -153,7 +208,7 @@ def listing(run: Path) -> str:
         f"one prompt's history:   lightning-rlhf prompts {run} --why KEY",
         f"review, lists to edit:  lightning-rlhf prompts {run} --export FOLDER",
     ]
-    return "\n".join([head, "", *_aligned(rows), "", *more])
+    return "\n".join([head, "", *aligned(rows), "", *more])
 
 
 def history(run: Path, key: str) -> str:
@@ -162,8 +217,7 @@ def history(run: Path, key: str) -> str:
     Raises:
         InputError: the run has no records, or none of this prompt.
     """
-    if not pieces(run):
-        raise InputError(f"{run / FOLDER} has no records of samples: the run needs callbacks=[default,prompt_records]")
+    refuse_without_records(run)
     rows = records_of(run, [key]).get(key)
     if rows is None:
         raise InputError(f"{key!r} is no prompt that {run} has recorded; allowed: a prompt key (16 hexadecimal digits)")
@@ -184,7 +238,7 @@ def history(run: Path, key: str) -> str:
         f"{key} ({rows[-1]['origin']}): {verdict}",
         rows[-1]["prompt"],
         "",
-        *_aligned(table),
+        *aligned(table),
         "",
         "newest responses",
     ]
@@ -201,8 +255,3 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 def _digits(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -123,6 +123,25 @@ class PromptEncoder:
             )
         return EncodedPrompts(prompts, too_long)
 
+    def ids_of_recorded(self, prompts: Iterable[tuple[str, str]]) -> list[list[int]]:
+        """Token ids of prompts that a run has recorded, the same as in its rollouts.
+
+        Args:
+            prompts: each one's rendered text and key. Where the key is that of the text, the prompt was plain text.
+
+        Raises:
+            DataError: the tokenizer refuses a text; it is another one than the run's.
+        """
+        faults = Faults()
+        rendered: list[tuple[str, Row]] = []
+        for text, key in prompts:
+            chat = self.text_as_chat or prompt_key(text) != key  # then the template has written the special tokens
+            rendered.append((text, {SOURCE_KEY: key, **({MESSAGES_KEY: None} if chat else {})}))
+        ids = list(self._tokenise(rendered, faults)) if rendered else []
+        if faults:
+            raise DataError(str(faults))
+        return ids
+
     def _rendered(self, rows: Iterable[Row], faults: Faults) -> Iterator[tuple[str, Row]]:
         for row in rows:
             try:

@@ -171,5 +171,11 @@ def shortened(text: str, most: int) -> str:
     return line if len(line) <= most else line[: most - 3] + "..."
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table for the terminal, each column as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
 def _digits(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"

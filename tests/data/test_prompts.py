@@ -79,6 +79,24 @@ def test_raw_prompt_does_not_end_with_the_eos_a_tokenizer_adds():
     assert 2 not in encoded.ids
 
 
+@pytest.mark.parametrize("template", [TEMPLATE, "{% for m in messages %}[{{ m.content }}]{% endfor %}"])
+@pytest.mark.parametrize("single", ["<s> $A </s>", "$A"])
+@pytest.mark.parametrize("as_chat", [False, True])
+@pytest.mark.parametrize("value", [user("12+34"), "12+34=", "<s>12="], ids=["chat", "raw", "raw with BOS in it"])
+def test_recorded_prompts_get_the_ids_of_the_rollouts(value, as_chat, single, template):
+    """A record has the rendered text and the key, and not whether a template was at work."""
+    encoder = PromptEncoder(toy_tokenizer(single, template), text_as_chat=as_chat, max_tokens=30)
+    made = encode_one(encoder, value)
+    assert encoder.ids_of_recorded([(made.text, made.key), ("9", prompt_key("9"))])[0] == made.ids
+    assert encoder.ids_of_recorded([]) == []
+
+
+def test_a_recorded_prompt_that_the_tokenizer_does_not_know_is_named():
+    encoder = PromptEncoder(character_tokenizer("0123"))
+    with pytest.raises(DataError, match=rf"{prompt_key('9')}.*'9'"):
+        encoder.ids_of_recorded([("9", prompt_key("9"))])
+
+
 def test_prompt_carries_key_row_and_text():
     encoded = encode_one(PromptEncoder(toy_tokenizer()), "12+34=")
     assert encoded.text == "12+34="
