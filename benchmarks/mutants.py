@@ -85,8 +85,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     "functional/projection.py": ("tests/functional/test_projection.py",),
     "reporting/prompt_table.py": ("tests/reporting/test_prompt_table.py",),
     "reporting/prompt_map.py": ("tests/reporting/test_prompt_map.py",),
-    "prompt_screening.py": ("tests/test_prompt_screening.py",),
-    "prompt_vectors.py": ("tests/test_prompt_vectors.py",),
+    "prompts/screening.py": ("tests/prompts/test_screening.py",),
+    "prompts/vectors.py": ("tests/prompts/test_vectors.py",),
     "functional/outliers.py": ("tests/functional/test_outliers.py", "tests/metrics/test_prompt_statistics.py"),
     **{
         f"callbacks/{name}.py": (f"tests/callbacks/test_{name}.py", *more)

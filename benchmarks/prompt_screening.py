@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from lightning_rlhf import cli
-from lightning_rlhf.prompt_screening import features, held_out_auc, high_kl
-from lightning_rlhf.prompt_vectors import RunPolicy
+from lightning_rlhf.prompts.screening import features, held_out_auc, high_kl
+from lightning_rlhf.prompts.vectors import RunPolicy
 from lightning_rlhf.reporting.prompt_table import recorded_prompts
 from lightning_rlhf.rewards import RewardBatch
 

@@ -242,7 +242,7 @@ def _export(arguments: list[str]) -> None:
 
 
 def _prompts(arguments: list[str]) -> None:
-    from lightning_rlhf.prompts import Options, show
+    from lightning_rlhf.prompts.command import Options, show
 
     show(Options.of(arguments))
 

@@ -17,7 +17,7 @@ from lightning_rlhf.distributed.launch import hand_over
 from lightning_rlhf.errors import InputError
 from lightning_rlhf.files import ensure_line_end, replaced, write_whole
 from lightning_rlhf.interruption import REQUEST, passed_on
-from lightning_rlhf.prompts import read_suspects
+from lightning_rlhf.prompts.command import read_suspects
 from lightning_rlhf.reporting import terminal
 from lightning_rlhf.reporting.loggers import RunCSVLogger
 from lightning_rlhf.reporting.prompt_records import FOLDER, SUSPECTS

@@ -48,9 +48,6 @@ FLOORS: list[set[str]] = [
         "export",
         "evaluate",
         "prompts",
-        "prompt_screening",
-        "prompt_study",
-        "prompt_vectors",
     },
 ]
 """Lowest floor first; the longest matching name counts. A module may import from its own floor and those below."""

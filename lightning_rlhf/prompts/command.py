@@ -1,4 +1,4 @@
-"""The verb ``prompts``: the suspects of a run, one prompt's history, a review, a map, and a ranking of new prompts."""
+"""The command: the suspects of a run, one prompt's history, lists and a page for their review, map and ranking."""
 
 from __future__ import annotations
 
@@ -106,14 +106,14 @@ def show(options: Options) -> None:
 
     Raises:
         InputError: no such run, nothing recorded, an unknown key, a folder in use, or what
-            :func:`~lightning_rlhf.prompt_study.study` refuses.
+            :func:`~lightning_rlhf.prompts.study.study` refuses.
     """
     least = options.least
     run = find_run(options.run)
     if options.why is not None:
         print(history(run, options.why))
     if options.map is not None or options.screen is not None:
-        from lightning_rlhf.prompt_study import Wishes, study  # loads what makes models
+        from lightning_rlhf.prompts.study import Wishes, study  # loads what makes models
 
         wishes = Wishes(options.map, options.screen, options.export, least, options.embedding)
         study(run, wishes, suspects_of(run))

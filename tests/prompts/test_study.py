@@ -46,7 +46,7 @@ def write(path: Path, prompts: list[str]) -> None:
 REWARD = [
     "~reward",
     "+reward={_target_: lightning_rlhf.rewards.CompositeReward, terms: "
-    "{sevens: {reward: {_target_: tests.test_prompt_study.sevens}}}}",
+    "{sevens: {reward: {_target_: tests.prompts.test_study.sevens}}}}",
 ]
 
 
@@ -147,9 +147,9 @@ def test_without_a_checkpoint_a_map_needs_an_embedding(run: Path, capsys: pytest
         assert (
             "copy has no whole checkpoint, and the vectors of prompts come from its policy" in capsys.readouterr().err
         )
-    assert cli.main(["prompts", "copy", "--map", "m", "--embedding", "tests.test_prompt_study.letters"]) == 0
-    assert "of vectors by tests.test_prompt_study.letters" in capsys.readouterr().out
-    assert cli.main(["prompts", "copy", "--map", "m", "--embedding", "tests.test_prompt_study.one"]) == 2
+    assert cli.main(["prompts", "copy", "--map", "m", "--embedding", "tests.prompts.test_study.letters"]) == 0
+    assert "of vectors by tests.prompts.test_study.letters" in capsys.readouterr().out
+    assert cli.main(["prompts", "copy", "--map", "m", "--embedding", "tests.prompts.test_study.one"]) == 2
     assert "the shape is [1, 1] for 160 texts" in capsys.readouterr().err
 
 
@@ -166,7 +166,7 @@ def one(texts: list[str]) -> list[list[float]]:
 
 
 def test_an_embedding_of_ones_own_takes_the_place_of_hidden_states(run: Path, capsys: pytest.CaptureFixture) -> None:
-    words = ["--screen", "new.jsonl", "--embedding", "tests.test_prompt_study.letters"]
+    words = ["--screen", "new.jsonl", "--embedding", "tests.prompts.test_study.letters"]
     assert cli.main(["prompts", str(run), *words]) == 0
     assert auc(capsys.readouterr().out) > 0.75, "it sees the sign"
 

@@ -15,7 +15,7 @@ from lightning_rlhf.data.prompts import MESSAGES_KEY, Prompt
 from lightning_rlhf.data.sources import SOURCE_KEY
 from lightning_rlhf.errors import InputError
 from lightning_rlhf.files import write_whole
-from lightning_rlhf.prompt_vectors import Measured
+from lightning_rlhf.prompts.vectors import Measured
 from lightning_rlhf.reporting.prompt_review import shortened
 from lightning_rlhf.reporting.prompt_table import RecordedPrompt
 

@@ -15,7 +15,7 @@ from lightning_rlhf.data.prompts import MESSAGES_KEY, Prompt
 from lightning_rlhf.data.sources import SOURCE_KEY
 from lightning_rlhf.errors import InputError
 from lightning_rlhf.experience import prompt_key
-from lightning_rlhf.prompt_screening import (
+from lightning_rlhf.prompts.screening import (
     FILES,
     FOLDS,
     HeldOut,
@@ -30,7 +30,7 @@ from lightning_rlhf.prompt_screening import (
     symbol_share,
     write_ranking,
 )
-from lightning_rlhf.prompt_vectors import Measured
+from lightning_rlhf.prompts.vectors import Measured
 from lightning_rlhf.reporting.prompt_table import RecordedPrompt
 
 

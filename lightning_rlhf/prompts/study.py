@@ -8,11 +8,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from lightning_rlhf import prompt_screening as screening
 from lightning_rlhf.data.prompts import Prompt
 from lightning_rlhf.data.sources import SOURCE_KEY
-from lightning_rlhf.prompt_screening import HeldOut, Ranked
-from lightning_rlhf.prompt_vectors import Embedding, Measured, RunPolicy, embedded, make_embedding
+from lightning_rlhf.prompts import screening
+from lightning_rlhf.prompts.screening import HeldOut, Ranked
+from lightning_rlhf.prompts.vectors import Embedding, Measured, RunPolicy, embedded, make_embedding
 from lightning_rlhf.reporting.prompt_map import plane_of, refuse_few, write_map
 from lightning_rlhf.reporting.prompt_review import aligned, shortened
 from lightning_rlhf.reporting.prompt_table import RecordedPrompt, recorded_prompts
@@ -28,7 +28,7 @@ class Wishes:
         export: folder for the ranking of these.
         threshold: smallest probability of a prompt on the list.
         embedding: the callable that makes vectors of texts, in place of the policy; see
-            :func:`~lightning_rlhf.prompt_vectors.make_embedding`.
+            :func:`~lightning_rlhf.prompts.vectors.make_embedding`.
     """
 
     map: str | None = None

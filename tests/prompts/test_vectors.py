@@ -17,7 +17,7 @@ from lightning_rlhf.data.sources import SOURCE_KEY
 from lightning_rlhf.errors import InputError
 from lightning_rlhf.experience import prompt_key
 from lightning_rlhf.models.actor import Actor
-from lightning_rlhf.prompt_vectors import RunPolicy, batches, embedded, make_embedding
+from lightning_rlhf.prompts.vectors import RunPolicy, batches, embedded, make_embedding
 from tests.support import tiny_policy
 
 TEXTS = ["7", "12+34=", "9*9", "1+1=", "123456789+12345="]
