@@ -1,17 +1,20 @@
 """Ten poisoned prompts among a thousand: which does the prompt monitor flag, and what does their removal change?
 
-The model of the quickstart, which can add and has a bad habit, is trained on 1000 additions for 20 iterations; every
-prompt is visited about five times. Ten prompts are poisoned, in one of three ways:
+The model of the quickstart is trained on 1000 additions for 20 iterations; every prompt is visited about five times. It
+begins with its bad habit (``novice``: hardly an answer is right), or without (``able``: nearly all are). Ten prompts
+are poisoned, in one of three ways or in all of them:
 
 * ``noise``: normal noise of standard deviation 10 on the score (others score between 0 and 1.5);
 * ``garbled``: the prompt is a row of random characters, and its answer cannot be known;
-* ``contradictory``: every answer that can be given is wrong, as where a label contradicts the prompt.
+* ``contradictory``: every answer that can be given is wrong, as where a label contradicts the prompt;
+* ``mixed``: four, three and three of these.
 
-A cell is one run with one kind, one number of samples and one seed. After it the keys that were flagged are
+A cell is one run with one start, one kind, one number of samples and one seed. After it the keys that were flagged are
 blacklisted, and the run is done again; the last columns are the mean of ``reward/std`` squared over the iterations.
 
     python -m benchmarks.poisoned                                  # everything
     python -m benchmarks.poisoned --kinds noise --seeds 1          # one kind
+    python -m benchmarks.poisoned --starts able --kinds mixed
 """
 
 from __future__ import annotations
@@ -42,6 +45,8 @@ from lightning_rlhf.reporting.prompt_records import FOLDER, SUSPECTS
 from lightning_rlhf.rewards import RewardBatch
 
 KINDS = ("noise", "garbled", "contradictory")
+STARTS: dict[str, tuple[str, ...]] = {"novice": (), "able": ("warmup.answer_field=answer",)}
+"""Overrides of the supervised warm-up."""
 NOISE = 10.0
 PROMPTS, POISONED, ITERATIONS, VISITS = 1000, 10, 20, 5
 SETTINGS = {
@@ -58,12 +63,12 @@ def rows(kind: str, count: int, poisoned: int, seed: int) -> list[dict[str, Any]
     """The data: additions, the first ``poisoned`` of them spoiled."""
     draw = random.Random(f"{kind}/{seed}")
     made = [dict(row) for row in itertools.islice(ArithmeticTask(seed=seed), count)]
-    for row in made[:poisoned]:
-        row["poison"] = kind
-        row["answer"] = str(draw.randrange(100)) if kind == "garbled" else row["answer"]
-        if kind == "garbled":
+    for number, row in enumerate(made[:poisoned]):
+        row["poison"] = KINDS[number % len(KINDS)] if kind == "mixed" else kind
+        if row["poison"] == "garbled":
+            row["answer"] = str(draw.randrange(100))
             row["prompt"] = "".join(draw.choice("0123456789+=") for _ in range(7))
-        if kind == "contradictory":
+        if row["poison"] == "contradictory":
             row["answer"] = "+" + row["answer"]
     return made
 
@@ -96,9 +101,9 @@ def composed(*overrides: str) -> dict[str, Any]:
         return schema.check(hydra.compose("train", overrides=[*common, *overrides]))
 
 
-def warm_model(folder: Path) -> list[str]:
+def warm_model(folder: Path, start: str) -> list[str]:
     """Teach the quickstart's model to add, on clean problems, and save it; returns the overrides that load it."""
-    config = composed(f"output_dir={folder}")
+    config = composed(f"output_dir={folder}", *STARTS[start])
     loaded, rates = assemble(config).loaded, config["model"]["lr"]
     loaded.lm.save_pretrained(folder / "model")
     loaded.tokenizer.save_pretrained(folder / "model")
@@ -148,7 +153,9 @@ def cell(kind: str, samples: int, seed: int, model: list[str], *, again: bool) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    kinds = [*KINDS, "mixed"]
+    parser.add_argument("--starts", nargs="+", choices=list(STARTS), default=list(STARTS))
+    parser.add_argument("--kinds", nargs="+", choices=kinds, default=kinds)
     parser.add_argument("--samples", type=int, nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--once", action="store_true", help="leave out the second run, without the flagged prompts")
@@ -156,11 +163,11 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     logging.getLogger("lightning_rlhf").setLevel(logging.ERROR)
-    cells = itertools.product(arguments.kinds, arguments.samples, arguments.seeds)
+    cells = itertools.product(arguments.starts, arguments.kinds, arguments.samples, arguments.seeds)
     with tempfile.TemporaryDirectory() as folder:
-        model = warm_model(Path(folder))
-        for number, (kind, samples, seed) in enumerate(cells):
-            row = cell(kind, samples, seed, model, again=not arguments.once)
+        models = {start: warm_model(Path(folder) / start, start) for start in arguments.starts}
+        for number, (start, kind, samples, seed) in enumerate(cells):
+            row = {"start": start} | cell(kind, samples, seed, models[start], again=not arguments.once)
             if not number:
                 print("| " + " | ".join(row) + " |", "| --- " * len(row) + "|", sep="\n")
             print("| " + " | ".join(map(str, row.values())) + " |", flush=True)
