@@ -48,6 +48,8 @@ class KLEarlyStop(RLHFCallback):
         if rollback:
             self.rollback_scopes = frozenset({"iteration"})
         self.over_target = 0
+        self._braked_in = 0
+        """Iteration whose epochs a minibatch has ended: the end of the epoch does not say it again."""
 
     def on_before_step(self, trainer: Trainer, module: ActorCriticModule, stats: MinibatchStats) -> None:
         if not self.per_minibatch:
@@ -57,13 +59,14 @@ class KLEarlyStop(RLHFCallback):
             reason = f"kl/old {stats.kl_old:.4f} over target {self.target} in {where}"
             module.control.skip_step(reason)
             module.control.stop_epochs(reason)
+            self._braked_in = stats.iteration
         # Before the first step the policy is still the one that sampled: an earlier update exceeded the limit, and
         # there is nothing to undo. Skipping the step would keep the run over the limit for ever.
         if (stats.epoch, stats.minibatch) != (0, 0) and self._over_hard_limit(module, stats.kl_ref, where):
             module.control.skip_step(f"kl/ref {stats.kl_ref:.4f} over hard limit {self.hard_limit} in {where}")
 
     def on_ppo_epoch_end(self, trainer: Trainer, module: ActorCriticModule, stats: EpochStats) -> None:
-        if stats.kl_old > self.target:
+        if stats.kl_old > self.target and self._braked_in != stats.iteration:
             module.control.stop_epochs(f"kl/old {stats.kl_old:.4f} over target {self.target} in epoch {stats.epoch}")
         self._over_hard_limit(module, stats.kl_ref, f"epoch {stats.epoch}")
 

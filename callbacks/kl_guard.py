@@ -184,7 +184,9 @@ class KLGuard(RLHFCallback):
             self.multiplier = max(self.multiplier / self.factor, 1.0)
         elif self.multiplier < self.max_multiplier:
             self.multiplier = min(self.multiplier * self.factor, self.max_multiplier)
-            module.control.note("raise_kl_coefficient", f"{self._trouble}: times {self.multiplier:g} from now on")
+            module.control.note(
+                "raise_kl_coefficient", f"{self._trouble}: times {self.multiplier:g}, less with every calm iteration"
+            )
 
     def _active(self, module: ActorCriticModule) -> bool:
         return self.iterations is None or module.control.iteration <= self.iterations

@@ -220,8 +220,12 @@ def _one(kind: type, built: Any) -> Any:
     return built
 
 
-def find_checkpoint(where: str) -> Path:
+def find_checkpoint(where: str, key: str = "checkpoint") -> Path:
     """The checkpoint that ``where`` names: itself, a folder of checkpoints, or a run's folder.
+
+    Args:
+        where: the value of a key.
+        key: its name, for errors.
 
     Raises:
         InputError: there is no whole checkpoint, or the file named is damaged.
@@ -231,13 +235,13 @@ def find_checkpoint(where: str) -> Path:
         try:
             verify(path)
         except CheckpointError as error:
-            raise InputError(f"checkpoint = {where!r} is damaged or is none: {error}") from error
+            raise InputError(f"{key} = {where!r} is damaged or is none: {error}") from error
         return path
     found = newest_checkpoint(path) or latest_valid(path)
     if found is None:
         what = "holds no whole checkpoint: a run that ended before its first one has to be started anew"
         what = what if path.is_dir() else "does not exist"
-        raise InputError(f"checkpoint = {where!r} {what}; allowed: a .ckpt or the output folder of a run")
+        raise InputError(f"{key} = {where!r} {what}; allowed: a .ckpt or the output folder of a run")
     return found
 
 

@@ -151,14 +151,19 @@ class Control:
     def _call(self, verb: str, reason: str) -> None:
         if verb in _WINDOWS and verb not in self._allowed:
             raise RuntimeError(f"control.{verb} ({reason}) acts only {_WINDOWS[verb]}; it was called elsewhere")
-        self.note(verb, reason)
-        self._pending.setdefault(verb, reason)
+        self._record(verb, reason)
+        if verb not in self._pending:  # several callbacks may ask for one step
+            self.counts[verb] += 1
+            self._pending[verb] = reason
 
     def note(self, verb: str, reason: str) -> None:
         """Count and log a decision that is carried out elsewhere, such as a knob that was set, with its reason."""
+        self._record(verb, reason)
+        self.counts[verb] += 1
+
+    def _record(self, verb: str, reason: str) -> None:
         if not reason:
             raise ValueError(f"{verb} needs a reason: it is what the user reads afterwards")
-        self.counts[verb] += 1
         self.decisions.append(Decision(verb, reason, self.iteration, self.update))
 
     def report(self, name: str, value: float) -> None:

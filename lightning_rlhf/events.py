@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from lightning_rlhf.metrics.names_evaluation import HELD_OUT
+
 if TYPE_CHECKING:
     from lightning import LightningModule
 
@@ -186,10 +188,6 @@ class UpdateStats:
     """Share of accepted tokens where the clip is active."""
     entropy: float = math.nan
     """Mean entropy of the current policy, nats per token."""
-
-
-HELD_OUT = ("reward_mean", "response_length_mean", "truncated_fraction")
-"""What every evaluation measures, as ``eval/...``, besides the terms of the reward."""
 
 
 @dataclass(frozen=True)

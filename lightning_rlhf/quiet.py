@@ -8,6 +8,10 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+PACKAGE = Path(__file__).resolve().parent
 
 LOG_MESSAGES = (
     "GPU available: False",
@@ -71,6 +75,23 @@ def quiet() -> Iterator[None]:
     finally:
         for name in LOGGERS:
             logging.getLogger(name).removeFilter(unimportant)
+
+
+@contextmanager
+def own_warnings_in_words() -> Iterator[None]:
+    """Show this package's warnings without the line of its code that they come from, which tells a user nothing."""
+    before = warnings.formatwarning
+
+    def shown(message: Warning | str, category: type[Warning], filename: str, *place: Any, **more: Any) -> str:
+        if Path(filename).resolve().is_relative_to(PACKAGE) or Path(filename).is_relative_to(PACKAGE):
+            return f"warning: {message}\n"
+        return before(message, category, filename, *place, **more)
+
+    warnings.formatwarning = shown
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 def quiet_libraries() -> None:

@@ -14,6 +14,7 @@ from lightning_rlhf.checkpoint import IterationCheckpoint
 from lightning_rlhf.data.sources import DataError
 from lightning_rlhf.distributed.processes import is_first
 from lightning_rlhf.interruption import Signals
+from lightning_rlhf.quiet import own_warnings_in_words
 from lightning_rlhf.reporting import log_config, tell
 from lightning_rlhf.reporting.progress import ProgressLines
 from lightning_rlhf.reporting.terminal import run_log, say
@@ -38,7 +39,13 @@ def run(plain: dict[str, Any]) -> dict[str, float]:
         TrainingFailed: a callback has found the run to be broken.
         CodeEnded: code of the run has raised SystemExit or the like.
     """
-    with Signals(), run_log(plain["output_dir"], first=is_first()), told(plain, speaks=is_first()), failing():
+    with (
+        own_warnings_in_words(),
+        Signals(),
+        run_log(plain["output_dir"], first=is_first()),
+        told(plain, speaks=is_first()),
+        failing(),
+    ):
         return _run(plain)
 
 
@@ -46,7 +53,7 @@ def _run(plain: dict[str, Any]) -> dict[str, float]:
     plain, replaced = precision.fit(plain)
     if is_first():
         introduce(plain, replaced)
-    checkpoint = None if plain["resume"] is None else find_checkpoint(plain["resume"])
+    checkpoint = None if plain["resume"] is None else find_checkpoint(plain["resume"], "resume")
     trainer = make_trainer(plain)  # first: a callback or logger that cannot be built costs no loading and no warm-up
     parts = assemble(plain)
     parts.datamodule.accept_other_data = plain["resume_on_other_data"]

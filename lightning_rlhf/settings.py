@@ -331,6 +331,9 @@ def build(
         raise SettingError(block, dict(values), str(error)) from None
 
 
+SOMETHING_TO_FIND = "a word at least, or one in patterns, or a classifier"
+"""What ``module.safety`` needs."""
+
 NOT_BLANK = {"address", "layers", "path", "reply", "revision", "text_field", "words"}
 """Texts of blocks of settings that name something, or whose words are looked for."""
 

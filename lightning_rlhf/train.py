@@ -20,7 +20,7 @@ from lightning_rlhf.run import run
 from lightning_rlhf.runs import folder as run_folder
 from lightning_rlhf.runs.ending import failing
 from lightning_rlhf.runs.recompose import Composition
-from lightning_rlhf.runs.refusal import refuse_an_empty_branch
+from lightning_rlhf.runs.refusal import refuse_a_used_folder, refuse_an_empty_branch
 from lightning_rlhf.runs.resume import Resumption, planned, planned_from, value_in
 
 
@@ -94,6 +94,8 @@ def _begin(plain: dict[str, Any], resumption: Resumption | None, composition: Co
     """Lock the output folder for this run, and that of its checkpoints, and record the start there."""
     folder = Path(plain["output_dir"]).absolute()
     locks.enter_context(run_folder.locked(folder))
+    if resumption is not None:
+        refuse_a_used_folder(resumption, folder)
     checkpoints = run_folder.checkpoint_folder(plain)
     elsewhere = {} if checkpoints.is_relative_to(folder) else {"checkpoints": str(checkpoints)}
     kept = None if resumption is None else resumption.checkpoint.absolute().parent

@@ -226,6 +226,22 @@ OVERRIDES = {
     # groups
     "unknown option": (["model=tinny"], "there is no model=tinny; did you mean tiny?"),
     "unknown option in a list": (["callbacks=[default,kl_gaurd]"], "did you mean kl_guard?"),
+    "misspelt monitor": (
+        ["callbacks.checkpoint.monitor=eval/reward_men", "evaluate_every=5"],
+        "callbacks.checkpoint.monitor = 'eval/reward_men'\n    did you mean eval/reward_mean?",
+    ),
+    "monitor of evaluations that there are none of": (
+        ["callbacks.checkpoint.monitor=eval/exact_match", "evaluate_every=null"],
+        "evaluate_every = null\n    a whole number, such as 10, with callbacks.checkpoint.monitor = eval/exact_match",
+    ),
+    "filter with nothing to find": (["safety=filter"], "module.safety.words = []\n    a word at least"),
+    "greedy rollouts": (["rollout.temperature=0"], "a number > 0: PPO learns from samples"),
+    "path of jsonl": (["data=jsonl"], "(A file, a folder of files or a pattern (shards/*.jsonl);"),
+    "minibatch of veRL": (
+        ["actor_rollout_ref.actor.ppo_mini_batch_size=32"],
+        "module.update.minibatch_size (in sequences, prompts x rollout.samples; veRL counts prompts)",
+    ),
+    "run that is not there": (["resume=runs/nope"], "resume = 'runs/nope' does not exist"),
     "unknown experiment": (["experiment=smolm2"], "did you mean smollm2_arithmetic?"),
     "file as an option": (["data=rows.jsonl"], "data=jsonl data.train.path=rows.jsonl"),
     "model as an option": (["model=org/name"], "model=hf model.source.path=org/name"),
@@ -277,7 +293,7 @@ def test_the_quoting_that_is_shown_works(elsewhere, capsys, word):
     typed = subprocess.run(["bash", "-c", f"printf %s {shown}"], capture_output=True, text=True, check=True).stdout
     if key == "resume":  # of which --cfg shows nothing
         assert cli.main(["train", typed]) == 2
-        assert f"checkpoint = {value!r} does not exist" in capsys.readouterr().err
+        assert f"resume = {value!r} does not exist" in capsys.readouterr().err
         return
     assert cli.main(["train", *known, "--cfg", "job", typed]) == 0
     assert OmegaConf.select(OmegaConf.create(capsys.readouterr().out), key) == value

@@ -30,6 +30,17 @@ def test_the_first_reason_is_kept_and_every_call_is_recorded() -> None:
         ("stop_epochs", "kl", 3, 17),
         ("stop_epochs", "clip fraction", 3, 17),
     ]
+    assert control.counts["stop_epochs"] == 1, "the epochs were ended once"
+
+
+def test_a_verb_counts_again_once_it_was_obeyed() -> None:
+    control = Control()
+    with control.allow("skip_step"):
+        for _ in range(2):
+            control.skip_step("gradient")
+            control.skip_step("kl")
+            control.take("skip_step")
+    assert control.counts["skip_step"] == 2 and len(control.decisions) == 4
 
 
 @pytest.mark.parametrize("verb", ["stop_epochs", "skip_step", "rollback", "stop_training"])

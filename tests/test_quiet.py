@@ -11,6 +11,18 @@ import pytest
 from lightning_rlhf import quiet
 
 
+def test_own_warnings_are_shown_as_their_text_and_others_with_their_place(capsys):
+    before = warnings.formatwarning
+    with warnings.catch_warnings(), quiet.own_warnings_in_words():
+        warnings.simplefilter("always")
+        warnings.warn_explicit("the metric is not logged", UserWarning, str(quiet.PACKAGE / "callbacks" / "x.py"), 7)
+        warnings.warn_explicit("deprecated", UserWarning, "/site-packages/other/y.py", 9)
+    assert warnings.formatwarning is before
+    own, other = capsys.readouterr().err.splitlines()[:2]
+    assert own == "warning: the metric is not logged"
+    assert other.startswith("/site-packages/other/y.py:9: ")
+
+
 @pytest.mark.parametrize("name", quiet.LOGGERS)
 def test_listed_log_records_are_dropped_and_others_are_not(name, caplog):
     log = logging.getLogger(name)

@@ -10,11 +10,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_rlhf.events import HELD_OUT
-from lightning_rlhf.metrics.names import METRICS, find
-
-ALIKE = 0.85
-"""How alike two names are of which one is held to be misspelt (``difflib``); ``my/reward_mean`` is no misspelling."""
+from lightning_rlhf.metrics.monitored import misspelt
 
 
 def evaluation_follows(trainer: Trainer) -> bool:
@@ -47,13 +43,9 @@ class Monitored:
         if self.name is None:
             return
         terms = getattr(getattr(module, "reward", None), "terms", ())
-        known = [metric.name for metric in METRICS] + [f"eval/{name}" for name in (*HELD_OUT, *terms)]
-        # A family such as eval/<name> takes every spelling; of the evaluation the names are known.
-        if self.name in known or (find(self.name) is not None and not self.name.startswith("eval/")):
-            return
-        if near := get_close_matches(self.name, known, n=1, cutoff=ALIKE):
+        if near := misspelt(self.name, terms):
             rank_zero_warn(
-                f"callbacks.checkpoint.monitor = {self.name!r} is no metric of the kit; did you mean {near[0]}? "
+                f"callbacks.checkpoint.monitor = {self.name!r} is no metric of the kit; did you mean {near}? "
                 "A metric of your own counts as soon as it is logged."
             )
 
@@ -84,7 +76,9 @@ class Monitored:
             return
         near = get_close_matches(self.name, list(trainer.callback_metrics), n=1)
         guess = f"did you mean {near[0]}? " if near else ""
-        seen = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
+        begin = self.name.rpartition("/")[0]
+        alike = [name for name in sorted(trainer.callback_metrics) if name.rpartition("/")[0] == begin]
+        seen = ", ".join(alike) if alike else f"nothing in {begin}/ (docs/metrics.md has all names)"
         rank_zero_warn(f"callbacks.checkpoint.monitor = {self.name!r} is not logged; {guess}logged: {seen}")
         self._warned = True
 

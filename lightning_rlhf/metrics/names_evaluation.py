@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from lightning_rlhf.metrics.names_rollout_corr import Row
 
+HELD_OUT = ("reward_mean", "response_length_mean", "truncated_fraction")
+"""What every evaluation measures, as ``eval/...``, besides the terms of the reward."""
+
 # fmt: off
 EVALUATION: list[Row] = [
     ("eval/gold_mean", "score", "up", "sequences",

@@ -16,7 +16,7 @@ from lightning_rlhf.experience import Experience, Safety
 from lightning_rlhf.rewards.answers import AnswerCache
 from lightning_rlhf.rewards.base import RewardError
 from lightning_rlhf.rewards.model_based import load_classifier
-from lightning_rlhf.settings import build
+from lightning_rlhf.settings import SOMETHING_TO_FIND, build
 
 BLOCK = "module.safety"
 ACTIONS = ("discard_resample", "replace", "penalise")
@@ -115,8 +115,7 @@ class SafetyFilter:
 
     def __init__(self, settings: SafetySettings) -> None:
         if not (settings.words or settings.patterns or settings.classifier):
-            allowed = "with nothing to look for: set words, patterns or classifier, or the block to null"
-            raise SettingError(BLOCK, "on", allowed)
+            raise SettingError(f"{BLOCK}.words", [], SOMETHING_TO_FIND)
         self.settings = settings
         self.answers = AnswerCache(settings.cache, settings.cache_similarity) if settings.cache else None
         """The good answers of this rank; ``None`` without a cache."""

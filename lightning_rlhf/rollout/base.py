@@ -41,9 +41,8 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.temperature == 0:
-            raise SettingError(
-                "rollout.temperature", self.temperature, "a number > 0 (for argmax decoding use greedy=True)"
-            )
+            allowed = "a number > 0: PPO learns from samples (held-out prompts are answered without sampling as it is)"
+            raise SettingError("rollout.temperature", self.temperature, allowed)
         bounded("rollout", above=0, temperature=self.temperature)
         bounded("rollout", at_least=0, whole=True, top_k=self.top_k)  # 0 switches it off
         bounded("rollout", above=0, at_most=1, top_p=self.top_p)  # 1 switches it off

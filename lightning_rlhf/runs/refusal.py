@@ -18,6 +18,7 @@ from lightning_rlhf.checkpoint import IterationCheckpoint
 from lightning_rlhf.checkpoint.shards import shapes_of_shards
 from lightning_rlhf.errors import InputError
 from lightning_rlhf.module import ActorCriticModule
+from lightning_rlhf.runs.folder import refuse_a_second_run
 from lightning_rlhf.runs.resume import Resumption, read_content
 
 _SHOWN = 3
@@ -36,6 +37,29 @@ def refuse_an_empty_branch(resumption: Resumption) -> None:
             f"iterations = {wanted} is not allowed: {resumption.checkpoint} has done {done} already, so a branch of it "
             f"would train nothing ({'; '.join(resumption.branch)}); allowed: more than {done}"
         )
+
+
+def refuse_a_used_folder(resumption: Resumption, folder: Path) -> None:
+    """Refuse a branch in the folder of its run, and any resume in a folder with the checkpoints of another run.
+
+    Checkpoints there would be set aside or count among those that ``callbacks.checkpoint.keep`` removes.
+
+    Args:
+        resumption: of this start.
+        folder: its output folder.
+
+    Raises:
+        InputError: names the folder, and what is allowed.
+    """
+    own = resumption.run is not None and folder.resolve() == resumption.run.resolve()
+    if own and resumption.branch:
+        raise InputError(
+            f"hydra.run.dir = {str(folder)!r} is the folder of the run itself, and this start would be a branch of it "
+            f"({'; '.join(resumption.branch)}), which must not write over the run's checkpoints and record; allowed: a "
+            "folder of its own, hydra.run.dir=FOLDER, or branch=false to continue the run itself with these settings"
+        )
+    if not own:
+        refuse_a_second_run(folder)
 
 
 def refuse_other_data(parts: Parts, checkpoint: Path) -> None:

@@ -165,7 +165,7 @@ def planned(where: str, new: Composition) -> Resumption:
     Raises:
         InputError: there is no complete checkpoint, or an override is invalid.
     """
-    checkpoint = find_checkpoint(where)
+    checkpoint = find_checkpoint(where, "resume")
     saved, iteration = read_settings(checkpoint)
     run = run_of(checkpoint, where, saved)
     config, composition = recomposed(saved, composition_of(run, iteration), new)
@@ -182,7 +182,7 @@ def planned_from(config: DictConfig) -> Resumption:
         InputError: there is no complete checkpoint.
     """
     folder = value_in(config, "output_dir")
-    checkpoint = find_checkpoint(str(config.resume))
+    checkpoint = find_checkpoint(str(config.resume), "resume")
     saved, iteration = read_settings(checkpoint)
     run = run_of(checkpoint, str(config.resume), saved)
     where = folder or str(run or checkpoint.parent)
@@ -248,9 +248,8 @@ def in_short(changes: Mapping[str, tuple[Any, Any]]) -> Iterator[tuple[str, tupl
     ends = [key for key, pair in changes.items() if key.endswith("._target_") and MISSING in pair]
     whole = {key.removesuffix("._target_") for key in ends}
     for key, pair in changes.items():
-        block = key.removesuffix("._target_")
-        if block in whole:
-            yield block, pair
+        if key in ends:
+            yield key.removesuffix("._target_"), pair
         elif not any(key.startswith(f"{name}.") or key == name for name in whole):
             yield key, pair
 

@@ -99,7 +99,8 @@ def _containers(config: DictConfig) -> dict[str, Any]:
         return OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
     except MissingMandatoryValue as error:
         key = str(error.full_key)
-        says = comment(key)
+        block = OmegaConf.select(config, key.rpartition(".")[0]) if "." in key else config
+        says = comment(key, block.get("_target_"))
         raise ConfigError(
             [Problem(key, "???", f"it has to be set: {key}=...{f' ({says})' if says else ''}")]
         ) from error

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lightning_rlhf.errors import Problem
+from lightning_rlhf.metrics.monitored import misspelt
 from lightning_rlhf.schema.batch_sizes import BatchSizes, batch_sizes_of, settings_of
 from lightning_rlhf.schema.keys import get
 from lightning_rlhf.schema.trainer import processes_of
-from lightning_rlhf.settings import PPOSettings
+from lightning_rlhf.settings import SOMETHING_TO_FIND, PPOSettings
 
 
 def combinations(config: Mapping[str, Any]) -> Iterator[Problem]:
@@ -18,6 +19,7 @@ def combinations(config: Mapping[str, Any]) -> Iterator[Problem]:
         from lightning_rlhf.warmup import RATE_WANTED
 
         yield Problem("warmup.lr", None, RATE_WANTED)
+    yield from _monitor(config)
     settings, batch = settings_of(config), batch_sizes_of(config)
     if settings is None or batch is None:
         return
@@ -29,6 +31,19 @@ def combinations(config: Mapping[str, Any]) -> Iterator[Problem]:
     yield from _safety(config)
     yield from _conservative(config, settings)
     yield from _groups(config, settings)
+
+
+def _monitor(config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Check that the metric by which checkpoints are kept is spelt as it is logged, and is logged in time."""
+    key = "callbacks.checkpoint.monitor"
+    name, terms = get(config, key), get(config, "reward.terms")
+    if not isinstance(name, str):
+        return
+    if near := misspelt(name, terms if isinstance(terms, Mapping) else ()):
+        yield Problem(key, name, f"did you mean {near}? A metric of your own needs a name that is less like it")
+    elif name.startswith("eval/") and config.get("evaluate_every") is None:
+        allowed = f"a whole number, such as 10, with {key} = {name}: evaluations in the course of training measure it"
+        yield Problem("evaluate_every", None, allowed)
 
 
 def _sizes(config: Mapping[str, Any], settings: PPOSettings, batch: BatchSizes) -> Iterator[Problem]:
@@ -113,7 +128,10 @@ def _corrections(config: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _safety(config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Check that nothing asks for engine log-probabilities of replies that no engine has drawn."""
+    """Check that there is something to look for, and that no log-probability of an undrawn reply is asked for."""
+    block = get(config, "module.safety")
+    if isinstance(block, Mapping) and not any(block.get(name) for name in ("words", "patterns", "classifier")):
+        yield Problem("module.safety.words", [], SOMETHING_TO_FIND)
     readers = [name for name in ("rollout_correction", "alp") if get(config, f"module.{name}") is not None]
     if get(config, "module.safety.train_replaced") is True and readers:
         allowed = f"false with module.{readers[0]}: a reply was not drawn, and has no log-probability of the engine"

@@ -14,7 +14,7 @@ from lightning_rlhf.errors import ConfigError, InputError, SettingError
 from lightning_rlhf.schema.keys import MIXIN_SETTINGS
 from lightning_rlhf.schema.shipped import flatten, groups, homes
 from lightning_rlhf.schema.signatures import declared
-from lightning_rlhf.schema.spelling import FOREIGN_KEYS, hint, respelt
+from lightning_rlhf.schema.spelling import FOREIGN_KEYS, counterpart, hint, respelt
 from lightning_rlhf.schema.trainer import REFUSED_TRAINER_OPTIONS
 from lightning_rlhf.schema.verl import OURS, PASTED, POLICY_GRADIENT, RENAMED, adopt
 
@@ -113,7 +113,7 @@ def _no_such_key(key: str, arguments: Sequence[str]) -> str:
         write = re.match(r"(\w+) is the length of the run", acting)
         return f"{key} is not used here: {acting}" + (f"; write {write[1]}={value}" if write else "") + "\n"
     if key in FOREIGN_KEYS:
-        return f"there is no key {key!r}; here it is called {FOREIGN_KEYS[key]}\n"
+        return f"there is no key {key!r}; here it is called {counterpart(FOREIGN_KEYS[key])}\n"
     if key.startswith("algorithm."):
         return _verl_key(key, typed, selected_keys(arguments))
     selected = selected_keys(arguments)

@@ -55,13 +55,20 @@ def shipped_keys() -> list[str]:
     return list(homes())
 
 
-def comment(key: str) -> str:
-    """The comment above a key in the first shipped file that has the key; empty if there is none."""
+def comment(key: str, target: str | None = None) -> str:
+    """The comment above a key in a shipped file that has the key; empty if there is none.
+
+    Args:
+        key: dotted.
+        target: ``_target_`` of the key's block: files with another one there say nothing about it.
+    """
     places = homes().get(key)
     root = importlib.resources.files("lightning_rlhf.conf")
     for group, option in places or ():
         file = root / group / f"{option}.yaml"
         names = key.removeprefix(f"{_package(file, group)}.").split(".")
+        if target is not None and dict(flatten(_yaml(file))).get(".".join([*names[:-1], "_target_"])) != target:
+            continue
         lines, depth = file.read_text(encoding="utf-8").splitlines(), 0
         for number, line in enumerate(lines):
             if line.startswith(f"{'  ' * depth}{names[depth]}:"):

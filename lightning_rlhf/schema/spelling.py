@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+MINIBATCH = "module.update.minibatch_size"
+
 FOREIGN_KEYS = {
     # veRL
     "actor_rollout_ref.model.path": "model.source.path",
@@ -146,11 +148,17 @@ def parts_of(block: str, known: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(c.removeprefix(start).partition(".")[0] for c in known if c.startswith(start)))
 
 
+def counterpart(key: str) -> str:
+    """Our key for another trainer's, with what to know before its value is copied."""
+    note = " (in sequences, prompts x rollout.samples; veRL counts prompts)" if key == MINIBATCH else ""
+    return f"{key}{note}"
+
+
 def hint(key: str, known: Iterable[str]) -> str:
     """One sentence that suggests the right key for a wrong one; empty if none is similar."""
     foreign = FOREIGN_KEYS.get(key) or FOREIGN_KEYS.get(key.rpartition(".")[2])
     if foreign and foreign != key and not respelt(key, known := list(known)):
-        return f"here it is called {foreign}"
+        return f"here it is called {counterpart(foreign)}"
     known = list(known)
     near = nearest(key, known)
     if not near:

@@ -102,7 +102,7 @@ def test_the_coefficient_grows_to_its_bound_and_shrinks_again() -> None:
     fit(module, [Watched(target=1e-6, hard=1e9, max_multiplier=4.0, token_limit=None)], logger=log)
     assert seen == pytest.approx([0.1, 0.2, 0.4, 0.4, 0.2, 0.1])
     assert [iteration for iteration, _ in log.of("raise_kl_coefficient")] == [1, 2]
-    assert "over 1.5 x 1e-06: times 2 from now on" in log.of("raise_kl_coefficient")[0][1]
+    assert "over 1.5 x 1e-06: times 2, less with every calm iteration" in log.of("raise_kl_coefficient")[0][1]
 
 
 def test_it_acts_in_the_first_iterations_only() -> None:

@@ -130,7 +130,7 @@ def test_the_threshold_decides(toxic: str) -> None:
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        ({}, r"module\.safety = 'on' is not allowed: with nothing to look for"),
+        ({}, r"module\.safety\.words = \[\] is not allowed: a word at least, or one in patterns, or a classifier"),
         ({"patterns": ["ok", "("]}, r"module\.safety\.patterns = .*'\(': missing \)"),
         ({"words": "bad"}, r"module\.safety\.words = 'bad' is not allowed: a list of texts"),
         ({"words": [""]}, r"module\.safety\.words"),

@@ -134,6 +134,12 @@ def test_composition_with_configs_of_a_folder(tmp_path: Path) -> None:
         compose(Composition((), str(tmp_path / "gone")), "/runs/1")
 
 
+def test_a_callback_that_was_added_and_is_taken_out_is_one_change() -> None:
+    gone = {"callbacks.stop._target_": ("my.Stop", MISSING), "callbacks.stop.at": (3, MISSING)}
+    changes = gone | {"callbacks.stop": (MISSING, None), "seed": (1, 2)}
+    assert list(in_short(changes)) == [("callbacks.stop", ("my.Stop", MISSING)), ("seed", (1, 2))]
+
+
 @pytest.mark.parametrize(
     ("key", "same"),
     [

@@ -95,6 +95,32 @@ def test_a_branch_of_a_finished_run_that_would_train_nothing_is_refused_before_a
     assert train("resume=run", "module.kl.coefficient=0.5", "iterations=2", "hydra.run.dir=branch") == 0
 
 
+def test_a_branch_does_not_write_over_its_run_nor_over_another_one(
+    project: Path,  # noqa: F811
+    capsys: pytest.CaptureFixture,
+) -> None:
+    again = [*TINY, "logger=csv", "callbacks.checkpoint.keep=2", "callbacks.checkpoint.every_n_iterations=1"]
+    for folder in ("run", "other"):
+        assert train(*again, f"hydra.run.dir={folder}", "iterations=2") == 0
+    files = {path: path.read_bytes() for path in project.rglob("*") if path.is_file() and path.name != "train.log"}
+    longer, earlier = ["iterations=4", "module.kl.coefficient=0.5"], "run/checkpoints/iteration_000001.ckpt"
+    refused = {
+        ("resume=latest", "hydra.run.dir=run", *again, *longer): "the folder of the run itself",
+        ("resume=run", "hydra.run.dir=run", *longer): "would be a branch of it (other numbers follow from module.kl",
+        (f"resume={earlier}", "hydra.run.dir=run"): "the run has gone on to iteration 2 since",
+        ("resume=run", "hydra.run.dir=other", *longer): "holds the checkpoints of a run already",
+        ("resume=run", "hydra.run.dir=other", "iterations=4"): "holds the checkpoints of a run already",
+    }
+    for words, said in refused.items():
+        capsys.readouterr()
+        assert train(*words) == 2, words
+        assert said in capsys.readouterr().err, words
+    kept = {path: path.read_bytes() for path in files}
+    assert kept == files, "checkpoints, metrics and starts of both runs"
+    assert train("resume=run", "hydra.run.dir=run", "branch=false", *longer) == 0, "asked for"
+    assert train("resume=other", "hydra.run.dir=branch", *longer) == 0
+
+
 def checkpoint_of(module: PPOModule, folder: Path) -> tuple[Any, Path]:
     trainer = fit(module, [], folder=folder)
     trainer.save_checkpoint(folder / "x.ckpt")
