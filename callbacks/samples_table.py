@@ -42,6 +42,12 @@ class SamplesTable(RLHFCallback):
         self._unsafe: list[dict[str, Any]] = []
         """Since the last table; the same on every rank."""
 
+    def on_train_start(self, trainer: Trainer, module: ActorCriticModule) -> None:  # type: ignore[override]
+        """Remove the table that an earlier start wrote at its end: its rows are kept, and come in the next one."""
+        iteration = module.control.iteration
+        if self._unsafe and trainer.is_global_zero and iteration % self.every_n_iterations:
+            _path(trainer, "unsafe", iteration).unlink(missing_ok=True)
+
     def on_experience_ready(
         self, trainer: Trainer, module: ActorCriticModule, experience: Experience, stats: ExperienceStats
     ) -> None:
@@ -58,7 +64,7 @@ class SamplesTable(RLHFCallback):
         tell(trainer.loggers, "log_samples", rows, stats.iteration)
 
     def on_train_end(self, trainer: Trainer, module: ActorCriticModule) -> None:  # type: ignore[override]
-        """Write the unsafe draws since the last table; a run that is resumed writes them again, in its next one."""
+        """Write the unsafe draws since the last table; a run that is resumed has them in its next one instead."""
         self._write_unsafe(trainer, module.control.iteration)
 
     def _write_unsafe(self, trainer: Trainer, iteration: int) -> None:
@@ -73,9 +79,12 @@ class SamplesTable(RLHFCallback):
         self._unsafe = list(state_dict.get("unsafe", []))
 
 
+def _path(trainer: Trainer, name: str, iteration: int) -> Path:
+    return Path(trainer.default_root_dir) / "samples" / f"{name}_{iteration:06d}.jsonl"
+
+
 def _write(trainer: Trainer, name: str, iteration: int, rows: list[dict[str, Any]]) -> None:
-    path = Path(trainer.default_root_dir) / "samples" / f"{name}_{iteration:06d}.jsonl"
-    write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    write_whole(_path(trainer, name, iteration), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def spread(items: Sequence[_Item], most: int) -> list[_Item]:

@@ -88,6 +88,9 @@ def _run(verb: Callable[[list[str]], None], arguments: list[str], full_errors: b
         print("lightning-rlhf: interrupted", file=sys.stderr)
         return 130
     except SystemExit as end:
+        if verb in (_eval, _export, _prompts) and not end.code:  # a run sees to that by itself
+            print(f"lightning-rlhf: not finished, as code that it called has called exit({end.code})", file=sys.stderr)
+            return 1
         if not (isinstance(end.code, int) and end.code > 128):
             raise
         if not getattr(end, "told", False):
@@ -236,15 +239,31 @@ def _export(arguments: list[str]) -> None:
     from lightning_rlhf.interruption import Signals
 
     chosen = {name: value == "true" for name, value in flags.items()}
-    with Signals():
+    with Signals(), files_usable():
         folder = export_checkpoint(options["checkpoint"], options["output"], overrides, **chosen)
     print(f"exported to {folder}; load it with AutoModelForCausalLM.from_pretrained({str(folder)!r})")
+
+
+@contextmanager
+def files_usable() -> Iterator[None]:
+    """Context in which a file or folder that cannot be used is bad input.
+
+    Raises:
+        InputError: in place of an OSError that names a file.
+    """
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, InputError) or error.filename is None:
+            raise
+        raise InputError(f"{error.filename}: {error.strerror}") from error
 
 
 def _prompts(arguments: list[str]) -> None:
     from lightning_rlhf.prompts.command import Options, show
 
-    show(Options.of(arguments))
+    with files_usable():
+        show(Options.of(arguments))
 
 
 def _serve(arguments: list[str]) -> None:

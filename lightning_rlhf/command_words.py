@@ -30,8 +30,8 @@ def refuse_words(arguments: list[str]) -> None:
     before = ""
     for word in arguments:
         flag = word.partition("=")[0]
-        if passwords.is_in(word):  # before Hydra saves the command line
-            raise InputError(f"{passwords.hidden_value(word)} is not allowed: {passwords.refused(flag)}")
+        if passwords.is_in_word(word):  # before Hydra saves the command line
+            raise InputError(f"{passwords.hidden_word(word)} is not allowed: {passwords.refused(flag)}")
         if word.startswith("-") and flag not in FLAGS:
             from lightning_rlhf.schema.shipped import shipped_keys
             from lightning_rlhf.schema.spelling import hint

@@ -20,6 +20,17 @@ _IN_QUERY = re.compile(r"([?&;](?:ssl)?(?:password|passwd|pwd|token|access_token
 """A password among the parameters of an address."""
 
 
+_NAME = r"(?:\w*_)?(?:password|passwd|api_?key|secret(?:_key)?|access_key|access_token|auth_token)|hf_token"
+_NAMED = re.compile(rf"(?:{_NAME})", re.IGNORECASE)
+"""The last part of a key that holds a password; ``token`` alone may be a token of a text."""
+
+_IN_WORD = re.compile(
+    rf"((?:^|[.+~{{,\s])(?:{_NAME})\s*[=:]\s*)(?!null\b|none\b|\$|['\"]{{2}})(\"[^\"]*\"|'[^']*'|[^\s,}}]+)",
+    re.IGNORECASE,
+)
+"""Such a key and its value in an override, at its beginning or inside of a block."""
+
+
 def hidden(text: str) -> str:
     """The text with its passwords as ``***``."""
     text = IN_ADDRESS.sub(r"\1:***@", text)
@@ -27,8 +38,18 @@ def hidden(text: str) -> str:
 
 
 def is_in(value: str) -> bool:
-    """Whether a value, or an override that sets one, has a password in an address."""
+    """Whether a value has a password in an address."""
     return hidden_value(value) != value
+
+
+def is_in_word(word: str) -> bool:
+    """Whether an override sets a password, in an address or under a key named so."""
+    return is_in(word) or _IN_WORD.search(word) is not None
+
+
+def hidden_word(word: str) -> str:
+    """The override with its passwords as ``***``."""
+    return _IN_WORD.sub(r"\1***", hidden_value(word))
 
 
 def hidden_value(value: str) -> str:
@@ -50,13 +71,15 @@ def credentials(address: str) -> tuple[str, str] | None:
 
 
 def keys_with(config: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted keys whose value has a password in an address, and that value with the password hidden."""
+    """Dotted keys that hold a password, by their name or in an address, each with its value, the password hidden."""
     for name, value in config.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping):
             yield from keys_with(value, f"{key}.")
         elif is_in(str(value)):
             yield key, hidden_value(str(value))
+        elif isinstance(value, str) and value and not value.startswith("${") and _NAMED.fullmatch(str(name)):
+            yield key, "***"
 
 
 def refused(key: str) -> str:
@@ -67,4 +90,4 @@ def refused(key: str) -> str:
             "environment, MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD; a database with a password is named "
             "by MLFLOW_TRACKING_URI"
         )
-    return "an address without a password, which would be saved with the run: give it by the environment"
+    return "no password, which would be saved with the run: give it by the environment, or by a file that is named here"

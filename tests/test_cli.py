@@ -235,7 +235,13 @@ OVERRIDES = {
         "evaluate_every = null\n    a whole number, such as 10, with callbacks.checkpoint.monitor = eval/exact_match",
     ),
     "filter with nothing to find": (["safety=filter"], "module.safety.words = []\n    a word at least"),
-    "greedy rollouts": (["rollout.temperature=0"], "a number > 0: PPO learns from samples"),
+    "rows that are flushed never": (
+        ["logger=csv", "logger.csv.flush_logs_every_n_steps=0"],
+        "flush_logs_every_n_steps = 0",
+    ),
+    "short run of Lightning": (["+trainer.fast_dev_run=true"], "iterations=1 is a short run"),
+    "almost greedy rollouts": (["rollout.temperature=1e-30"], "rollout.temperature = 1e-30 is not allowed: a number >= 0.01"),
+    "greedy rollouts": (["rollout.temperature=0"], "a number >= 0.01: PPO learns from samples"),
     "path of jsonl": (["data=jsonl"], "(A file, a folder of files or a pattern (shards/*.jsonl);"),
     "minibatch of veRL": (
         ["actor_rollout_ref.actor.ppo_mini_batch_size=32"],

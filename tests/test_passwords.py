@@ -95,6 +95,45 @@ def test_a_command_with_a_password_is_refused_and_saved_nowhere(
     assert found_in(tmp_path) == ["ours.yaml"], "the user's own"
 
 
+@pytest.mark.parametrize(
+    "word",
+    [
+        f"+logger.mlflow.password={SECRET}",
+        f"+logger.mine.api_key={SECRET}",
+        f"+logger.mine={{_target_: my.Logger, auth_token: {SECRET}}}",
+        f"+logger.mine={{_target_: my.Logger, secret: '{SECRET}', name: x}}",
+        f"+hydra.job.env_set.HF_TOKEN={SECRET}",
+    ],
+)
+def test_a_password_under_a_key_named_so_is_refused_and_saved_nowhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, word: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert cli.main(["train", word, "hydra.run.dir=run"]) == 2
+    said = capsys.readouterr().err
+    assert "***" in said and "by the environment" in said and SECRET not in said
+    assert found_in(tmp_path) == []
+
+
+def test_names_that_hold_no_password_are_let_through() -> None:
+    words = [
+        "model.source.eos_token=<x>",
+        "rollout.max_new_tokens=4",
+        "rollout.token_file=f",
+        "+reward.terms.a.token=wait",
+    ]
+    words += [
+        "+logger.mine.password=null",
+        "+logger.mine.api_key=${oc.env:KEY}",
+        "data.system_prompt='my secret: none'",
+    ]
+    assert not [word for word in words if passwords.is_in_word(word)]
+    config = {"a": {"password": None, "api_key": "${oc.env:KEY}", "eos_token": "x", "tokens": 3}}
+    assert not list(passwords.keys_with(config))
+    assert list(passwords.keys_with({"a": {"password": SECRET}})) == [("a.password", "***")]
+
+
 def test_a_password_from_the_environment_arrives_and_is_written_nowhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

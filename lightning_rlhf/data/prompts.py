@@ -145,6 +145,8 @@ class PromptEncoder:
     def _rendered(self, rows: Iterable[Row], faults: Faults) -> Iterator[tuple[str, Row]]:
         for row in rows:
             try:
+                if MESSAGES_KEY in row:
+                    raise DataError(f"{row[SOURCE_KEY]}: the column {MESSAGES_KEY!r} is used by the kit; rename it")
                 rendered = self.render(row)
             except DataError as error:
                 faults.add(error)

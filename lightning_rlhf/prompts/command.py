@@ -135,20 +135,22 @@ def suspects_of(run: Path) -> dict[str, str]:
 
 
 def find_run(where: str) -> Path:
-    """The folder that ``where`` names; ``latest`` is the run below ``outputs`` that was started last.
+    """The folder that ``where`` names; ``latest`` is the run below ``outputs`` with records that was started last.
 
     Raises:
         InputError: there is no such run, or nothing is recorded about its prompts.
     """
     if where == "latest":
-        found = [path.parent for path in Path("outputs").rglob(STARTS)]
-        if not found:
+        every = [path.parent for path in Path("outputs").rglob(STARTS)]
+        if not every:
             raise InputError("latest is not allowed: there is no run below outputs/ of the current folder")
+        found = [folder for folder in every if (folder / FOLDER).is_dir()] or every  # a refused start records nothing
         run = max(found, key=lambda folder: (folder / STARTS).stat().st_mtime)
     else:
         run = Path(where).expanduser()
     if not run.is_dir():
-        raise InputError(f"{where!r} does not exist; allowed: the output folder of a run, or latest")
+        what = "is a file" if run.exists() else "does not exist"
+        raise InputError(f"{where!r} {what}; allowed: the output folder of a run, or latest")
     if not (run / FOLDER).is_dir():
         raise InputError(f"{run} holds nothing about prompts: the run needs {SWITCH_ON}")
     return run

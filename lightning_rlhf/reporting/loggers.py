@@ -26,6 +26,7 @@ from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
 
+from lightning_rlhf.bounds import bounded
 from lightning_rlhf.files import as_file, ensure_line_end, replaced, write_whole
 
 Ability = Literal[
@@ -89,6 +90,7 @@ class RunCSVLogger(CSVLogger):
     The file is never without them: to rewrite it, a new file is written completely and then replaces it.
 
     Raises:
+        SettingError: ``flush_logs_every_n_steps`` is no whole number from 1 on.
         FolderInPlaceError: a folder has the name of one of its files.
     """
 
@@ -103,8 +105,10 @@ class RunCSVLogger(CSVLogger):
         prefix: str = "",
         flush_logs_every_n_steps: int = 1,
     ) -> None:
+        bounded("logger.csv", at_least=1, whole=True, flush_logs_every_n_steps=flush_logs_every_n_steps)
         super().__init__(save_dir, name, version, prefix, flush_logs_every_n_steps)
-        for file in (Path(self.log_dir) / ExperimentWriter.NAME_METRICS_FILE, self._decisions):
+        written = (ExperimentWriter.NAME_METRICS_FILE, ExperimentWriter.NAME_HPARAMS_FILE)
+        for file in (*(Path(self.log_dir) / each for each in written), self._decisions):
             as_file(file)
 
     @rank_zero_only

@@ -123,6 +123,9 @@ class SafetyFilter:
         self._rules = [("word", word, re.compile(rule, re.IGNORECASE)) for word, rule in words]
         self._rules += [("pattern", pattern, re.compile(pattern)) for pattern in settings.patterns]
         self.classifier = None if settings.classifier is None else TextClassifier(settings.classifier)
+        if settings.reply is not None and (found := self.findings([settings.reply])[0]) is not None:
+            allowed = f"a text that the filter lets pass; the {found['found_by']} {found['found']!r} finds it"
+            raise SettingError(f"{BLOCK}.reply", settings.reply, allowed)
 
     @classmethod
     def from_block(cls, block: Mapping[str, Any] | SafetySettings | None) -> SafetyFilter | None:

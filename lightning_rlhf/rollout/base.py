@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+COLDEST = 0.01
+"""Lowest temperature: below it no sample differs from the likeliest one, and gradients overflow."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are drawn. Order of processing: temperature, top-k, top-p, renormalise.
@@ -40,8 +44,8 @@ class Sampling:
     greedy: bool = False
 
     def __post_init__(self) -> None:
-        if self.temperature == 0:
-            allowed = "a number > 0: PPO learns from samples (held-out prompts are answered without sampling as it is)"
+        if isinstance(self.temperature, (int, float)) and 0 <= self.temperature < COLDEST:
+            allowed = f"a number >= {COLDEST}: PPO learns from samples (held-out prompts are answered greedily)"
             raise SettingError("rollout.temperature", self.temperature, allowed)
         bounded("rollout", above=0, temperature=self.temperature)
         bounded("rollout", at_least=0, whole=True, top_k=self.top_k)  # 0 switches it off

@@ -9,6 +9,7 @@ from lightning_rlhf.errors import Problem
 from lightning_rlhf.metrics.monitored import misspelt
 from lightning_rlhf.schema.batch_sizes import BatchSizes, batch_sizes_of, settings_of
 from lightning_rlhf.schema.keys import get
+from lightning_rlhf.schema.shipped import homes
 from lightning_rlhf.schema.trainer import processes_of
 from lightning_rlhf.settings import SOMETHING_TO_FIND, PPOSettings
 
@@ -130,7 +131,9 @@ def _corrections(config: Mapping[str, Any]) -> Iterator[Problem]:
 def _safety(config: Mapping[str, Any]) -> Iterator[Problem]:
     """Check that there is something to look for, and that no log-probability of an undrawn reply is asked for."""
     block = get(config, "module.safety")
-    if isinstance(block, Mapping) and not any(block.get(name) for name in ("words", "patterns", "classifier")):
+    misspelt_key = isinstance(block, Mapping) and any(f"module.safety.{name}" not in homes() for name in block)
+    looks_for = ("words", "patterns", "classifier")
+    if isinstance(block, Mapping) and not misspelt_key and not any(block.get(name) for name in looks_for):
         yield Problem("module.safety.words", [], SOMETHING_TO_FIND)
     readers = [name for name in ("rollout_correction", "alp") if get(config, f"module.{name}") is not None]
     if get(config, "module.safety.train_replaced") is True and readers:

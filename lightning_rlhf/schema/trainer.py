@@ -18,6 +18,7 @@ REFUSED_TRAINER_OPTIONS = {
     "max_steps": "iterations is the length of the run",
     "min_steps": "iterations is the length of the run",
     "max_time": "iterations is the length of the run",
+    "fast_dev_run": "iterations=1 is a short run",
     "limit_train_batches": "iterations is the length of the run",
     "overfit_batches": "iterations is the length of the run",
     "reload_dataloaders_every_n_epochs": "the data module starts its next pass over the prompts by itself",

@@ -11,6 +11,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_rlhf.callbacks import SamplesTable
 from lightning_rlhf.callbacks.samples_table import samples
+from lightning_rlhf.checkpoint import IterationCheckpoint, RNGState, latest_valid
 from tests.ranks import run_ranks
 from tests.support import Recorder, fit, resume_equals_whole, tiny_module
 
@@ -135,6 +136,20 @@ def test_a_resumed_run_writes_the_unsafe_draws_from_before(tmp_path: Path) -> No
     [whole], resumed = tables, unsafe_of(tmp_path)
     assert [row["iteration"] for row in whole["unsafe_000004"]] == [2, 2, 3, 3, 4, 4]
     assert resumed == {"unsafe_000004": whole["unsafe_000004"]}
+
+
+def test_rows_written_at_the_end_come_once_in_a_run_that_goes_on(tmp_path: Path) -> None:
+    def callbacks() -> list[Any]:
+        table = SamplesTable(every_n_iterations=4, unsafe_rows=2)
+        return [RNGState(), table, IterationCheckpoint(tmp_path / "checkpoints")]
+
+    settings: dict[str, Any] = {"safety": {"patterns": ["."], "action": "penalise"}}
+    fit(tiny_module(iterations=3, **settings), callbacks(), folder=tmp_path, enable_checkpointing=True)
+    assert set(unsafe_of(tmp_path)) == {"unsafe_000001", "unsafe_000003"}
+    newest = latest_valid(tmp_path / "checkpoints")
+    fit(tiny_module(iterations=4, **settings), callbacks(), folder=tmp_path, enable_checkpointing=True, resume=newest)
+    assert set(unsafe_of(tmp_path)) == {"unsafe_000001", "unsafe_000004"}
+    assert [row["iteration"] for row in unsafe_of(tmp_path)["unsafe_000004"]] == [2, 2, 3, 3, 4, 4]
 
 
 def two(rank: int) -> tuple[list[str], list[dict[str, Any]]]:

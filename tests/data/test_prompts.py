@@ -330,3 +330,10 @@ def test_collate_keeps_all_fields_side_by_side():
 def test_a_column_of_messages_is_suggested(columns, said):
     with pytest.raises(DataError, match=said):
         PromptEncoder(toy_tokenizer()).render({SOURCE_KEY: "a:3", "answer": "1", **columns})
+
+
+def test_the_column_that_the_kit_uses_for_messages_is_refused() -> None:
+    faults = Faults()
+    rows = [{"prompt": "1+2=", "_messages": "x", SOURCE_KEY: "rows.jsonl:1"}]
+    with pytest.raises(DataError, match=r"rows.jsonl:1: the column '_messages' is used by the kit; rename it"):
+        PromptEncoder(toy_tokenizer()).encode(rows, faults)

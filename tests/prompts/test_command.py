@@ -233,3 +233,48 @@ def test_a_real_run_its_suspects_and_the_run_without_them(
     assert cli.main(["train", *second]) == 0
     assert "1 of" in capsys.readouterr().err + Path("outputs/second/train.log").read_text(encoding="utf-8")
     assert cli.main(["prompts", "outputs/second", "--why", next(iter(listed))]) == 2
+
+
+def test_latest_is_the_newest_run_with_records(run: Path, capsys: pytest.CaptureFixture) -> None:
+    refused = Path("outputs/day/refused")
+    refused.mkdir()
+    (refused / "starts.jsonl").touch()
+    os.utime(run / "starts.jsonl", (1, 1))
+    assert cli.main(["prompts", "latest"]) == 0
+    assert capsys.readouterr().out.startswith(f"{run}, iteration 9")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--export", "/proc/none"], "/proc/none"),
+        (["--export", "file/x"], "file/x: Not a directory"),
+        (["--map", "file/x", "--embedding", "builtins.len"], "file/x"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_one_line(
+    run: Path, capsys: pytest.CaptureFixture, words: list[str], said: str
+) -> None:
+    Path("file").touch()
+    words = [word.replace("builtins.len", f"{__name__}.vectors") for word in words]
+    assert cli.main(["prompts", str(run), *words]) == 2
+    error = capsys.readouterr().err
+    assert said in error and "Traceback" not in error
+
+
+def vectors(texts: list[str]) -> Any:
+    return [[float(len(text)), 1.0] for text in texts]
+
+
+def exits(texts: list[str]) -> Any:
+    raise SystemExit(0)
+
+
+def test_code_that_exits_is_no_success(run: Path, capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(["prompts", str(run), "--map", "map", "--embedding", f"{__name__}.exits"]) == 1
+    assert "has called exit(0)" in capsys.readouterr().err and not Path("map").exists()
+
+
+def test_a_file_is_no_run(run: Path, capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(["prompts", str(run / "starts.jsonl")]) == 2
+    assert "is a file; allowed: the output folder of a run" in capsys.readouterr().err

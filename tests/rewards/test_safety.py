@@ -138,6 +138,10 @@ def test_the_threshold_decides(toxic: str) -> None:
         ({"words": ["x"], "attempts": 0}, r"module\.safety\.attempts = 0 .* a whole number >= 1"),
         ({"words": ["x"], "penalty": 10}, r"module\.safety\.penalty = 10 .* < 0"),
         ({"words": ["x"], "action": "replace"}, r"module\.safety\.reply = None .* the text to put in place"),
+        (
+            {"words": ["x"], "action": "replace", "reply": "an x"},
+            r"module\.safety\.reply = 'an x' is not allowed: a text that the filter lets pass; the word 'x' finds it",
+        ),
         ({"words": ["x"], "reply": "no"}, r"module\.safety\.reply = 'no' .* null with action = discard_resample"),
         ({"words": ["x"], "train_replaced": True}, r"module\.safety\.train_replaced = True .* false"),
         ({"classifier": {"label": "toxic"}}, r"module\.safety\.classifier = .* missing: path"),
@@ -186,8 +190,8 @@ def test_a_reply_that_cannot_be_written_is_refused_before_any_warm_up(compose: A
 
 
 def test_a_reply_that_is_too_long_is_refused() -> None:
-    with pytest.raises(SettingError, match=r"module\.safety\.reply = '1111111' .* at most rollout\.max_new_tokens = 6"):
-        tiny_module(safety={**ODD, "action": "replace", "reply": "1111111"})
+    with pytest.raises(SettingError, match=r"module\.safety\.reply = '2222222' .* at most rollout\.max_new_tokens = 6"):
+        tiny_module(safety={**ODD, "action": "replace", "reply": "2222222"})
 
 
 @pytest.mark.parametrize(
@@ -198,7 +202,7 @@ def test_a_reply_that_is_too_long_is_refused() -> None:
         (["module.safety.classifier={path: x, label: y, threshold: 2}"], "module.safety.classifier.threshold"),
         (
             [
-                "rollout_correction=monitor",
+                *("rollout_correction=monitor", "module.safety.words=[bad]"),
                 *("module.safety.action=replace", "module.safety.reply=x", "module.safety.train_replaced=true"),
             ],
             "module.safety.train_replaced",
