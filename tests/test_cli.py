@@ -240,7 +240,10 @@ OVERRIDES = {
         "flush_logs_every_n_steps = 0",
     ),
     "short run of Lightning": (["+trainer.fast_dev_run=true"], "iterations=1 is a short run"),
-    "almost greedy rollouts": (["rollout.temperature=1e-30"], "rollout.temperature = 1e-30 is not allowed: a number >= 0.01"),
+    "almost greedy rollouts": (
+        ["rollout.temperature=1e-30"],
+        "rollout.temperature = 1e-30 is not allowed: a number >= 0.01",
+    ),
     "greedy rollouts": (["rollout.temperature=0"], "a number >= 0.01: PPO learns from samples"),
     "path of jsonl": (["data=jsonl"], "(A file, a folder of files or a pattern (shards/*.jsonl);"),
     "minibatch of veRL": (
