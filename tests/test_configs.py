@@ -158,6 +158,8 @@ def what_it_needs(group: str, option: str, tmp_path: Path) -> list[str]:
         return [f"module.ptx.source={needs_text(tmp_path)}", "module.ptx.length=32", "module.ptx.tokens_per_step=64"]
     if (group, option) == ("warmup", "sft"):
         return ["warmup.lr=1e-3"]
+    if (group, option) == ("callbacks", "overoptimisation_stop"):
+        return ["evaluate_every=1"]
     if (group, option) == ("safety", "filter"):
         return ["module.safety.words=['13']"]
     if group == "reward" and option == "reward_model":

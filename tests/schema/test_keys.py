@@ -211,7 +211,7 @@ BUILT: dict[str, Change | str] = {
     "callbacks.checkpoint.dirpath": "/tmp/elsewhere",
     "callbacks.checkpoint.every_n_iterations": "3",
     "callbacks.checkpoint.keep": "5",
-    "callbacks.checkpoint.monitor": "eval/reward_mean",
+    "callbacks.checkpoint.monitor": "reward/mean",
     "callbacks.checkpoint.mode": "min",
     "logger.mlflow.run_dir": "elsewhere",
     "logger.mlflow.experiment_name": "other",
