@@ -184,9 +184,9 @@ def class_of(name: str) -> str:
 
 
 BRINGS = {"overoptimisation_stop": {"checkpoint"}}
-BESIDE_THE_GROUP = {"overoptimisation_stop": ["evaluate_every=1"]}
-"""Its checkpoints are kept by what evaluations measure."""
 """Further blocks of a file."""
+BESIDE_THE_GROUP = {"overoptimisation_stop": ["evaluate_every=1"]}
+"""Further overrides: its checkpoints are kept by what evaluations measure."""
 
 
 @pytest.mark.parametrize("name", CHANGES)
