@@ -133,6 +133,14 @@ def needs_text(tmp_path: Path) -> Path:
     return path
 
 
+PLAIN_NEEDS = {
+    ("warmup", "sft"): "warmup.lr=1e-3",
+    ("callbacks", "overoptimisation_stop"): "evaluate_every=1",
+    ("safety", "filter"): "module.safety.words=['13']",
+}
+"""Overrides without which an option is not complete, where no file is needed."""
+
+
 def what_it_needs(group: str, option: str, tmp_path: Path) -> list[str]:
     """Overrides without which an option is not complete."""
     if group == "data" and option in ("jsonl", "parquet", "huggingface"):
@@ -156,12 +164,8 @@ def what_it_needs(group: str, option: str, tmp_path: Path) -> list[str]:
         return ["model=hf", f"model.source.path={needs_mixture(tmp_path)}"]
     if (group, option) == ("ptx", "default"):
         return [f"module.ptx.source={needs_text(tmp_path)}", "module.ptx.length=32", "module.ptx.tokens_per_step=64"]
-    if (group, option) == ("warmup", "sft"):
-        return ["warmup.lr=1e-3"]
-    if (group, option) == ("callbacks", "overoptimisation_stop"):
-        return ["evaluate_every=1"]
-    if (group, option) == ("safety", "filter"):
-        return ["module.safety.words=['13']"]
+    if plain := PLAIN_NEEDS.get((group, option)):
+        return [plain]
     if group == "reward" and option == "reward_model":
         return [f"reward.terms.reward_model.reward.path={needs_reward_model(tmp_path)}"]
     if group == "reward" and option == "math":
