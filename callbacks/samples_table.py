@@ -43,10 +43,11 @@ class SamplesTable(RLHFCallback):
         """Since the last table; the same on every rank."""
 
     def on_train_start(self, trainer: Trainer, module: ActorCriticModule) -> None:  # type: ignore[override]
-        """Remove the table that an earlier start wrote at its end: its rows are kept, and come in the next one."""
-        iteration = module.control.iteration
-        if self._unsafe and trainer.is_global_zero and iteration % self.every_n_iterations:
-            _path(trainer, "unsafe", iteration).unlink(missing_ok=True)
+        """Remove tables of an earlier start whose rows come again: they are kept, or drawn anew."""
+        again = min((row["iteration"] for row in self._unsafe), default=module.control.iteration + 1)
+        for path in _path(trainer, "unsafe", 0).parent.glob("unsafe_??????.jsonl") if trainer.is_global_zero else ():
+            if path.stem[-6:].isdigit() and int(path.stem[-6:]) >= again:
+                path.unlink()
 
     def on_experience_ready(
         self, trainer: Trainer, module: ActorCriticModule, experience: Experience, stats: ExperienceStats

@@ -20,15 +20,18 @@ _IN_QUERY = re.compile(r"([?&;](?:ssl)?(?:password|passwd|pwd|token|access_token
 """A password among the parameters of an address."""
 
 
-_NAME = r"(?:\w*_)?(?:password|passwd|api_?key|secret(?:_key)?|access_key|access_token|auth_token)|hf_token"
-_NAMED = re.compile(rf"(?:{_NAME})", re.IGNORECASE)
+_NAME = (
+    r"(?:\w*_)?(?:passwords?|passwd|pwd|passphrase|api_?key|secret(?:_key)?|access_key|private_key|"
+    r"access_token|auth_token|bearer_token|hf_token)"
+)
+_NAMED = re.compile(_NAME, re.IGNORECASE)
 """The last part of a key that holds a password; ``token`` alone may be a token of a text."""
 
-_IN_WORD = re.compile(
-    rf"((?:^|[.+~{{,\s])(?:{_NAME})\s*[=:]\s*)(?!null\b|none\b|\$|['\"]{{2}})(\"[^\"]*\"|'[^']*'|[^\s,}}]+)",
-    re.IGNORECASE,
-)
-"""Such a key and its value in an override, at its beginning or inside of a block."""
+_EMPTY = r"(?:null|none|''|\"\")\s*[,}\]]|\$\{"
+_IN_BLOCK = re.compile(rf"[{{,\s](?:{_NAME})\s*:(?!\s*(?:{_EMPTY}))", re.IGNORECASE)
+"""Such a key inside of a block that an override sets."""
+
+_NOTHING = ("", "null", "''", '""')
 
 
 def hidden(text: str) -> str:
@@ -44,12 +47,20 @@ def is_in(value: str) -> bool:
 
 def is_in_word(word: str) -> bool:
     """Whether an override sets a password, in an address or under a key named so."""
-    return is_in(word) or _IN_WORD.search(word) is not None
+    return is_in(word) or _is_named(word)
 
 
 def hidden_word(word: str) -> str:
-    """The override with its passwords as ``***``."""
-    return _IN_WORD.sub(r"\1***", hidden_value(word))
+    """The override without its passwords; of one under a key named so the whole value is ``***``."""
+    return f"{word.partition('=')[0]}=***" if _is_named(word) else hidden_value(word)
+
+
+def _is_named(word: str) -> bool:
+    key, _, value = word.partition("=")
+    name, value = re.split(r"[.@+~]", key)[-1], value.strip()
+    if _NAMED.fullmatch(name):
+        return value not in _NOTHING and not value.startswith("${")
+    return value.startswith(("{", "[")) and _IN_BLOCK.search(value) is not None
 
 
 def hidden_value(value: str) -> str:
@@ -76,10 +87,13 @@ def keys_with(config: Mapping[str, object], prefix: str = "") -> Iterator[tuple[
         key = f"{prefix}{name}"
         if isinstance(value, Mapping):
             yield from keys_with(value, f"{key}.")
+        elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+            items = {str(number): item for number, item in enumerate(value) if isinstance(item, Mapping)}
+            yield from keys_with(items, f"{key}.")
+        elif _NAMED.fullmatch(str(name)) and value not in (None, "") and not str(value).startswith("${"):
+            yield key, "***"
         elif is_in(str(value)):
             yield key, hidden_value(str(value))
-        elif isinstance(value, str) and value and not value.startswith("${") and _NAMED.fullmatch(str(name)):
-            yield key, "***"
 
 
 def refused(key: str) -> str:
@@ -90,4 +104,7 @@ def refused(key: str) -> str:
             "environment, MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD; a database with a password is named "
             "by MLFLOW_TRACKING_URI"
         )
-    return "no password, which would be saved with the run: give it by the environment, or by a file that is named here"
+    return (
+        "no password, which would be saved with the run, an interpolation's value, too: it is given by the environment "
+        "or in a file, which the code reads"
+    )

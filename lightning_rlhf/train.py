@@ -94,16 +94,10 @@ def _begin(plain: dict[str, Any], resumption: Resumption | None, composition: Co
     """Lock the output folder for this run, and that of its checkpoints, and record the start there."""
     folder = Path(plain["output_dir"]).absolute()
     locks.enter_context(run_folder.locked(folder))
-    if resumption is not None:
-        refuse_a_used_folder(resumption, folder)
     checkpoints = run_folder.checkpoint_folder(plain)
+    if resumption is not None:
+        refuse_a_used_folder(resumption, folder, checkpoints)
     elsewhere = {} if checkpoints.is_relative_to(folder) else {"checkpoints": str(checkpoints)}
-    kept = None if resumption is None else resumption.checkpoint.absolute().parent
-    if resumption is not None and resumption.branch and elsewhere and checkpoints == kept:
-        raise schema.InputError(
-            f"callbacks.checkpoint.dirpath = {str(checkpoints)!r} is where the run keeps its checkpoints, and a branch "
-            "would set them aside: give it a folder of its own, callbacks.checkpoint.dirpath=FOLDER"
-        )
     others: dict[Path, str] = {}
     if resumption is not None and resumption.run is not None and not resumption.branch:
         others[resumption.run.absolute()] = "hydra.run.dir"

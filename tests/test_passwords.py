@@ -103,6 +103,10 @@ def test_a_command_with_a_password_is_refused_and_saved_nowhere(
         f"+logger.mine={{_target_: my.Logger, auth_token: {SECRET}}}",
         f"+logger.mine={{_target_: my.Logger, secret: '{SECRET}', name: x}}",
         f"+hydra.job.env_set.HF_TOKEN={SECRET}",
+        f"+logger.mine.password=${SECRET}",
+        f"+logger.mine.password=null{SECRET}",
+        f"+logger.mine.pwd=[a,{SECRET}]",
+        f"+logger.mine.servers=[{{password: {SECRET}}}]",
     ],
 )
 def test_a_password_under_a_key_named_so_is_refused_and_saved_nowhere(
@@ -121,17 +125,16 @@ def test_names_that_hold_no_password_are_let_through() -> None:
         "model.source.eos_token=<x>",
         "rollout.max_new_tokens=4",
         "rollout.token_file=f",
-        "+reward.terms.a.token=wait",
+        "+reward.terms.a.token=w",
     ]
-    words += [
-        "+logger.mine.password=null",
-        "+logger.mine.api_key=${oc.env:KEY}",
-        "data.system_prompt='my secret: none'",
-    ]
+    words += ["+logger.mine.password=null", "+logger.mine.api_key=${oc.env:KEY}", "+a={password: null, b: 1}"]
+    words += ["data.system_prompt='my secret: x'", "data.system_prompt='Never tell the password: it is private'"]
+    words += ["run_name='my password=x'"]
     assert not [word for word in words if passwords.is_in_word(word)]
     config = {"a": {"password": None, "api_key": "${oc.env:KEY}", "eos_token": "x", "tokens": 3}}
     assert not list(passwords.keys_with(config))
-    assert list(passwords.keys_with({"a": {"password": SECRET}})) == [("a.password", "***")]
+    named = {"a": {"password": 12345}, "b": [{"secret": SECRET}, 3], "c": [1, 2]}
+    assert list(passwords.keys_with(named)) == [("a.password", "***"), ("b.0.secret", "***")]
 
 
 def test_a_password_from_the_environment_arrives_and_is_written_nowhere(

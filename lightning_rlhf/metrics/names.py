@@ -232,8 +232,8 @@ METRICS: list[Metric] = [
        "multipliers, within its bounds."),
     _m("stability/<knob>_multiplier", "1", "neither", "once", "Product of the multipliers put on a knob in this "
        "iteration; logged only where there is one."),
-    _m("stability/epochs_stopped", "count", "neither", "once", "Iterations in which epochs were ended by request, "
-       "since the run began."),
+    _m("stability/epochs_stopped", "count", "neither", "once", "Iterations in which a callback asked to end the "
+       "epochs, since the run began."),
     _m("stability/steps_skipped", "count", "down", "once", "Steps skipped by request, since the run began."),
     _m("stability/rollbacks", "count", "down", "once", "Rollbacks carried out, since the run began."),
     _m("stability/nonfinite_steps", "count", "down", "once", "Steps refused because loss or gradient was not finite, "

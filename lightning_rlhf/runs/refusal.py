@@ -39,7 +39,7 @@ def refuse_an_empty_branch(resumption: Resumption) -> None:
         )
 
 
-def refuse_a_used_folder(resumption: Resumption, folder: Path) -> None:
+def refuse_a_used_folder(resumption: Resumption, folder: Path, checkpoints: Path) -> None:
     """Refuse a branch in the folder of its run, and any resume in a folder with the checkpoints of another run.
 
     Checkpoints there would be set aside or count among those that ``callbacks.checkpoint.keep`` removes.
@@ -47,6 +47,7 @@ def refuse_a_used_folder(resumption: Resumption, folder: Path) -> None:
     Args:
         resumption: of this start.
         folder: its output folder.
+        checkpoints: the folder of its checkpoints.
 
     Raises:
         InputError: names the folder, and what is allowed.
@@ -60,6 +61,14 @@ def refuse_a_used_folder(resumption: Resumption, folder: Path) -> None:
         )
     if not own:
         refuse_a_second_run(folder)
+    kept = resumption.checkpoint.resolve().parent
+    if resumption.branch and checkpoints.resolve() == kept:
+        raise InputError(
+            f"callbacks.checkpoint.dirpath = {str(checkpoints)!r} is where the run keeps its checkpoints, and a branch "
+            "would set them aside: give it a folder of its own, callbacks.checkpoint.dirpath=FOLDER"
+        )
+    if checkpoints.resolve() != kept:
+        refuse_a_second_run(checkpoints)
 
 
 def refuse_other_data(parts: Parts, checkpoint: Path) -> None:

@@ -103,6 +103,8 @@ def test_a_branch_does_not_write_over_its_run_nor_over_another_one(
     for folder in ("run", "other"):
         assert train(*again, f"hydra.run.dir={folder}", "iterations=2") == 0
     files = {path: path.read_bytes() for path in project.rglob("*") if path.is_file() and path.name != "train.log"}
+    (project / "link").symlink_to(project / "run")
+    elsewhere = "callbacks.checkpoint.dirpath={}"
     longer, earlier = ["iterations=4", "module.kl.coefficient=0.5"], "run/checkpoints/iteration_000001.ckpt"
     refused = {
         ("resume=latest", "hydra.run.dir=run", *again, *longer): "the folder of the run itself",
@@ -110,6 +112,9 @@ def test_a_branch_does_not_write_over_its_run_nor_over_another_one(
         (f"resume={earlier}", "hydra.run.dir=run"): "the run has gone on to iteration 2 since",
         ("resume=run", "hydra.run.dir=other", *longer): "holds the checkpoints of a run already",
         ("resume=run", "hydra.run.dir=other", "iterations=4"): "holds the checkpoints of a run already",
+        ("resume=run", "iterations=4", elsewhere.format("other/checkpoints")): "holds the checkpoints of a run already",
+        ("resume=run", "hydra.run.dir=new", *longer, elsewhere.format("other/checkpoints")): "of a run already",
+        ("resume=run", "hydra.run.dir=new", *longer, elsewhere.format("link/checkpoints")): "where the run keeps its",
     }
     for words, said in refused.items():
         capsys.readouterr()
