@@ -27,9 +27,6 @@ from lightning_rlhf.rollout.weights import named_weights
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-LOWEST_TEMPERATURE = 0.01
-"""vLLM raises lower temperatures to this one."""
-
 
 class VLLMServerEngine(BaseEngine):
     """Generation spread over vLLM servers, which fetch the trainer's weights after every update.
@@ -74,10 +71,6 @@ class VLLMServerEngine(BaseEngine):
         **shared: Any,
     ) -> None:
         super().__init__(**shared)
-        if self.sampling.temperature < LOWEST_TEMPERATURE:
-            raise SettingError(
-                "rollout.temperature", self.sampling.temperature, f"vLLM samples at {LOWEST_TEMPERATURE} or above"
-            )
         if isinstance(urls, str) or not urls or len(set(urls)) < len(urls):
             raise SettingError("rollout.urls", urls, "a list of different addresses as http://host:port")
         bounded("rollout", at_least=1, whole=True, requests_per_server=requests_per_server)

@@ -149,7 +149,7 @@ def test_global_random_state_is_left_alone() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("temperature", 0.0, "greedy=True"),
+        ("temperature", 0.0, "a number >= 0.01: PPO learns from samples"),
         ("temperature", -1.0, "> 0"),
         ("temperature", math.inf, "finite"),
         ("temperature", math.nan, "finite"),

@@ -336,7 +336,7 @@ def test_no_server_at_the_start_fake_server(start, connect):
         ({"retry_seconds": float("inf")}, "rollout.retry_seconds = inf"),
         ({"weights_part_mib": 0}, "rollout.weights_part_mib"),
         ({"weights_port": "x"}, "rollout.weights_port"),
-        ({"temperature": 0.001}, "rollout.temperature = 0.001 is not allowed: vLLM samples at 0.01 or above"),
+        ({"temperature": 0.001}, "rollout.temperature = 0.001 is not allowed: a number >= 0.01"),
         ({"stop_token_ids": 3}, "rollout.stop_token_ids = 3"),
     ],
 )
