@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 COLDEST = 0.01
-"""Lowest temperature: below it every sample is the likeliest one, gradients overflow, and vLLM takes this one instead."""
+"""Lowest temperature: below it every sample is the likeliest one, gradients overflow, and vLLM takes this one."""
 
 
 @dataclass(frozen=True)
