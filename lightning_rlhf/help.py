@@ -91,7 +91,7 @@ lightning-rlhf prompts RUN [--why KEY] [--export FOLDER] [--map FOLDER] [--scree
 Lists the prompts of a run whose reward, spread of rewards or KL lies far from that of the others. The run needs the
 callbacks prompt_monitor and prompt_records: callbacks=[default,prompt_monitor,prompt_records].
 
-  RUN                  a run's folder, or latest: the run below outputs/ that was started last
+  RUN                  a run's folder, or latest: the newest run with records below outputs/
   --why KEY            one prompt: its text, its numbers at every visit, its newest responses
   --export FOLDER      a page to review the suspects, their samples as JSONL, and two lists of keys to edit
                        (data.blacklist=FILE: not trained on; data.conservative=FILE: a larger KL coefficient)

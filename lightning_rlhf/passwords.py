@@ -104,7 +104,4 @@ def refused(key: str) -> str:
             "environment, MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD; a database with a password is named "
             "by MLFLOW_TRACKING_URI"
         )
-    return (
-        "no password, which would be saved with the run, an interpolation's value, too: it is given by the environment "
-        "or in a file, which the code reads"
-    )
+    return "no password: a configuration is saved with its run. Let the code read it from the environment or a file"

@@ -116,7 +116,7 @@ def test_a_password_under_a_key_named_so_is_refused_and_saved_nowhere(
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert cli.main(["train", word, "hydra.run.dir=run"]) == 2
     said = capsys.readouterr().err
-    assert "***" in said and "by the environment" in said and SECRET not in said
+    assert "***" in said and "from the environment or a file" in said and SECRET not in said
     assert found_in(tmp_path) == []
 
 

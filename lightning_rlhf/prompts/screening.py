@@ -193,24 +193,11 @@ def asked(prompt: Prompt) -> str:
     return str(messages[-1]["content"]) if messages else prompt.text
 
 
-def refuse_used_files(folder: Path) -> None:
-    """The list is meant to be edited, so it is never written over.
-
-    Raises:
-        InputError: one of the files exists already, or ``folder`` is a file.
-    """
-    there = [folder / name for name in FILES.values() if (folder / name).exists()]
-    if there or folder.is_file():
-        raise InputError(
-            f"--export {folder}: {(there or [folder])[0]} exists and may have been edited; take a new folder"
-        )
-
-
 def write_ranking(folder: Path, run: str, rows: Sequence[Ranked], held_out: HeldOut, threshold: float) -> list[str]:
     """Write the ranking as JSONL, and the list of keys whose probability reaches the threshold.
 
     Args:
-        folder: without files of these names, see :func:`refuse_used_files`.
+        folder: without files of these names, see :func:`~lightning_rlhf.reporting.prompt_review.refuse_used_files`.
         run: the run's folder, for the list's first line.
         rows: the most probable first.
         held_out: with an AUC that may be chance nothing is listed, and every row of the ranking says so.

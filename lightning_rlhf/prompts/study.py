@@ -14,7 +14,7 @@ from lightning_rlhf.prompts import screening
 from lightning_rlhf.prompts.screening import HeldOut, Ranked
 from lightning_rlhf.prompts.vectors import Embedding, Measured, RunPolicy, embedded, make_embedding
 from lightning_rlhf.reporting.prompt_map import plane_of, refuse_few, write_map
-from lightning_rlhf.reporting.prompt_review import aligned, shortened
+from lightning_rlhf.reporting.prompt_review import aligned, refuse_used_files, shortened
 from lightning_rlhf.reporting.prompt_table import RecordedPrompt, recorded_prompts
 
 
@@ -53,7 +53,7 @@ def study(run: Path, wishes: Wishes, suspects: Mapping[str, str]) -> None:
     if wishes.screen is not None:
         screening.require_sklearn()
         if wishes.export is not None:
-            screening.refuse_used_files(Path(wishes.export).expanduser())
+            refuse_used_files(Path(wishes.export).expanduser(), screening.FILES.values())
     prompts = recorded_prompts(run)
     if wishes.map is not None:
         refuse_few(len(prompts))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,19 @@ h2 { margin: 2em 0 0; font-size: 1.1em; font-family: monospace; }
 Records = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
+def refuse_used_files(folder: Path, names: Iterable[str]) -> None:
+    """Lists are meant to be edited, so they are never written over.
+
+    Raises:
+        InputError: one of the files exists already, or ``folder`` is a file.
+    """
+    there = [folder / name for name in names if (folder / name).exists()]
+    if there or folder.is_file():
+        raise InputError(
+            f"--export {folder}: {(there or [folder])[0]} exists and may have been edited; take a new folder"
+        )
+
+
 def write_review(folder: Path, run: str, found: Mapping[str, Any], records: Records) -> list[str]:
     """Write the files of :data:`FILES`; they are never written over, as the lists are meant to be edited.
 
@@ -54,11 +67,7 @@ def write_review(folder: Path, run: str, found: Mapping[str, Any], records: Reco
     Raises:
         InputError: one of the files exists already, or ``folder`` is a file.
     """
-    there = [folder / name for name in FILES.values() if (folder / name).exists()]
-    if there or folder.is_file():
-        raise InputError(
-            f"--export {folder}: {(there or [folder])[0]} exists and may have been edited; take a new folder"
-        )
+    refuse_used_files(folder, FILES.values())
     suspects = found["suspects"]
     lines = (
         json.dumps(suspect | {"records": list(records.get(suspect["key"], ()))}, ensure_ascii=False) + "\n"

@@ -25,12 +25,12 @@ from lightning_rlhf.prompts.screening import (
     held_out_auc,
     high_kl,
     ranked,
-    refuse_used_files,
     require_sklearn,
     symbol_share,
     write_ranking,
 )
 from lightning_rlhf.prompts.vectors import Measured
+from lightning_rlhf.reporting.prompt_review import refuse_used_files
 from lightning_rlhf.reporting.prompt_table import RecordedPrompt
 
 
@@ -185,12 +185,12 @@ def test_an_auc_of_chance_lists_nothing_and_says_so_in_every_row(tmp_path: Path)
 
 
 def test_an_edited_list_is_not_written_over(tmp_path: Path) -> None:
-    refuse_used_files(tmp_path)
+    refuse_used_files(tmp_path, FILES.values())
     (tmp_path / FILES["list"]).touch()
     with pytest.raises(InputError, match=r"screened\.txt exists and may have been edited; take a new folder"):
-        refuse_used_files(tmp_path)
+        refuse_used_files(tmp_path, FILES.values())
     with pytest.raises(InputError, match="take a new folder"):
-        refuse_used_files(tmp_path / FILES["list"])
+        refuse_used_files(tmp_path / FILES["list"], FILES.values())
 
 
 def test_a_missing_scikit_learn_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

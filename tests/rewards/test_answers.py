@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import signal
 import statistics
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from lightning_rlhf.rewards.safety import SafetyFilter
 from lightning_rlhf.rollout import HFEngine
 from lightning_rlhf.screening import screened
 from tests.ranks import run_ranks
-from tests.support import Recorder, fit, same, tiny_module, weights
+from tests.support import Dies, Recorder, fit, same, tiny_module, weights
 
 WORDS = {"words": ["1", "3", "5", "7", "9"], "action": "replace", "reply": "4+4"}
 """The untrained model writes a lone odd digit now and then."""
@@ -336,17 +335,6 @@ def cached_run(folder: Path, *, lag: int = 0, dies: int = 0, resume: Path | None
     callbacks = [recorder, RNGState(), checkpoint, *([Dies(dies)] if dies else [])]
     fit(module, callbacks, data=few_prompts(module), folder=folder, resume=resume, enable_checkpointing=True)
     return module, recorder
-
-
-class Dies(RLHFCallback):
-    """SIGKILL in the middle of an iteration's update: nothing can be cleaned up."""
-
-    def __init__(self, iteration: int) -> None:
-        self.iteration = iteration
-
-    def on_minibatch_end(self, trainer: Any, module: Any, stats: Any) -> None:
-        if (stats.iteration, stats.epoch, stats.minibatch) == (self.iteration, 0, 1):
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run_and_die(rank: int, folder: Path, lag: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -10,25 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_rlhf.callbacks import AdaptiveKL, GradientMonitor, KLEarlyStop, RLHFCallback
+from lightning_rlhf.callbacks import AdaptiveKL, GradientMonitor, KLEarlyStop
 from lightning_rlhf.checkpoint import IterationCheckpoint, RNGState, latest_valid
 from lightning_rlhf.errors import InputError
 from lightning_rlhf.models import Policy
 from lightning_rlhf.module import ActorCriticModule
 from lightning_rlhf.rewards import RewardBatch
 from tests.ranks import run_ranks
-from tests.support import even_digits, fit, same, tiny_module, tiny_policy, weights
-
-
-class Dies(RLHFCallback):
-    """SIGKILL in the middle of an iteration's update: nothing can be cleaned up."""
-
-    def __init__(self, iteration: int) -> None:
-        self.iteration = iteration
-
-    def on_minibatch_end(self, trainer: Any, module: Any, stats: Any) -> None:
-        if (stats.iteration, stats.epoch, stats.minibatch) == (self.iteration, 0, 1):
-            os.kill(os.getpid(), signal.SIGKILL)
+from tests.support import Dies, even_digits, fit, same, tiny_module, tiny_policy, weights
 
 
 def policy(kind: str) -> Policy:
