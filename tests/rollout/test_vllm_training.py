@@ -68,8 +68,9 @@ def test_a_tiny_model_learns_on_vllm_as_on_the_embedded_engine_and_one_iteration
 
 
 @needs_smollm2
-def test_smollm2_trains_on_vllm(tmp_path: Path) -> None:
+def test_smollm2_trains_on_vllm(smollm2: Path, tmp_path: Path) -> None:
     small = [
+        f"model.source.path={smollm2}",
         "iterations=2",
         "data.prompts_per_iteration=16",
         "module.update.minibatch_size=8",
