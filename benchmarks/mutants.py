@@ -64,7 +64,10 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/accelerators/test_device.py",
     ),
     "update.py": ("tests/test_update.py", "tests/test_memory.py", "tests/test_invariants.py"),
-    "scoring.py": ("tests/test_scoring.py", "tests/test_invariants.py", "tests/test_experience.py"),
+    "scoring.py": (
+        *("tests/test_scoring.py", "tests/test_invariants.py", "tests/test_experience.py"),
+        *("tests/rewards/test_termination.py", "tests/test_prompt_groups.py"),
+    ),
     "mixins/adaptive_limits.py": ("tests/mixins/test_rollout_correction.py",),
     "mixins/alp.py": ("tests/mixins/test_alp.py", "tests/mixins/test_alp_keys.py"),
     "mixins/alp_comparison.py": ("tests/mixins/test_alp.py",),

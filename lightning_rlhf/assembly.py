@@ -26,6 +26,7 @@ from lightning_rlhf.checkpoint.files import STATE, is_sharded
 from lightning_rlhf.checkpoint.shards import read_checkpoint
 from lightning_rlhf.data import PromptDataModule, check_room
 from lightning_rlhf.data.groups import GroupNames
+from lightning_rlhf.files import spelt_out
 from lightning_rlhf.metrics.groups import PromptGroups
 from lightning_rlhf.models import LoadedModel, load_pretrained, load_tokenizer
 from lightning_rlhf.module import ActorCriticModule
@@ -230,7 +231,7 @@ def find_checkpoint(where: str, key: str = "checkpoint") -> Path:
     Raises:
         InputError: there is no whole checkpoint, or the file named is damaged.
     """
-    path = Path(where).expanduser()
+    path = spelt_out(where)
     if path.is_file() or is_sharded(path):
         try:
             verify(path)

@@ -30,7 +30,7 @@ def evaluate_checkpoint(checkpoint: str, overrides: Sequence[str] = ()) -> dict[
     for text in overrides:  # Hydra's parser gives no clear error for this
         if not text.partition("=")[1]:
             raise schema.InputError(f"{text!r} is not allowed: overrides are written key=value")
-    going_on = planned(checkpoint, Composition(tuple(overrides)))
+    going_on = planned(checkpoint, Composition(tuple(overrides)), "checkpoint")
     path, saved = load_checkpoint(str(going_on.checkpoint))
     config = without_texts(going_on.settings_in(going_on.run or going_on.outputs))
     plain, replaced = precision.fit(schema.check(OmegaConf.create(config)))

@@ -51,7 +51,7 @@ def export_checkpoint(
     """
     target = Path(output).expanduser().resolve()
     _refuse_what_is_not_replaced(target, output, force)
-    going_on = planned(checkpoint, Composition(tuple(overrides)))
+    going_on = planned(checkpoint, Composition(tuple(overrides)), "checkpoint")
     _, saved = load_checkpoint(str(going_on.checkpoint))
     config = without_reference(going_on.settings_in(going_on.run or going_on.outputs))
     base = get(config, "model.source.path")

@@ -1,4 +1,4 @@
-"""Atomic file replacement: a killed process leaves either the old content or the new."""
+"""Paths, and atomic file replacement: a killed process leaves either the old content or the new."""
 
 from __future__ import annotations
 
@@ -9,6 +9,15 @@ from pathlib import Path
 from typing import TextIO
 
 from lightning_rlhf.errors import FolderInPlaceError
+
+
+def spelt_out(path: str | Path) -> Path:
+    """The path without ``~`` and ``..``: one that is recorded must not lead through a folder that may go.
+
+    One that holds ``..`` becomes absolute, its symbolic links followed, as ``..`` is the folder above a link's target.
+    """
+    path = Path(path).expanduser()
+    return path.resolve() if ".." in path.parts else path
 
 
 def as_file(path: Path) -> Path:

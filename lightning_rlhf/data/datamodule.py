@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning import LightningDataModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.bounds import bounded
@@ -97,7 +98,7 @@ class PromptDataModule(LightningDataModule):
         if validation is not None and validation_size is not None:
             raise DataError(
                 f"data.validation_size = {validation_size} is not allowed beside data.validation: hold out rows of "
-                "the training data, or give a source for them, not both"
+                "the training data (data.validation=null), or give a source for them (data.validation_size=null)"
             )
         self.train, self.validation = train, validation
         self.prompts_per_iteration, self.iterations, self.seed = prompts_per_iteration, iterations, seed
@@ -186,6 +187,11 @@ class PromptDataModule(LightningDataModule):
         prompts = self.train_prompts
         if stage == "fit":
             rank, world = self._place()
+            if self.prompts_per_iteration > len(prompts):
+                rank_zero_warn(
+                    f"data.prompts_per_iteration = {self.prompts_per_iteration}, but there are {len(prompts)} training "
+                    "prompts: an iteration draws prompts more than once"
+                )
             stream = PromptStream(
                 len(prompts),
                 self.prompts_per_iteration,

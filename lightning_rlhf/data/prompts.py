@@ -159,9 +159,12 @@ class PromptEncoder:
         value = row.get(self.prompt_field)
         if value is None:
             columns = ", ".join(sorted(set(row) - {SOURCE_KEY})) or "none"
-            raise DataError(
-                f"{origin}: no prompt: the row has no {self.prompt_field!r} (columns: {columns}){_chat_column(row)}"
+            found = (
+                f"{self.prompt_field!r} is null"
+                if self.prompt_field in row
+                else f"the row has no {self.prompt_field!r}"
             )
+            raise DataError(f"{origin}: no prompt: {found} (columns: {columns}){_chat_column(row)}")
         if isinstance(value, str):
             if not value.strip():
                 raise DataError(f"{origin}: the prompt is empty")

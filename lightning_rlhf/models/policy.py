@@ -114,7 +114,9 @@ def _add_lora(lm: PreTrainedModel, lora: Mapping[str, Any], seed: int) -> None:
     try:
         from peft import inject_adapter_in_model
     except ImportError:
-        raise ValueError("model.policy.lora needs the Python package peft: install it, or set lora to null") from None
+        raise ValueError(
+            'model.policy.lora needs the package peft: pip install "lightning-rlhf[lora]", or set lora to null'
+        ) from None
     for key in lora:
         _one_of("lora", key, LORA_KEYS)
     folder = lora.get("adapter")

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_rlhf.files import spelt_out
 from lightning_rlhf.runs.folder import starts
 
 PATH_KEY = re.compile(
@@ -41,7 +42,7 @@ def moved(
         if not path.is_absolute():
             if command is None or not value or not PATH_KEY.search(key) or command == Path.cwd():
                 return value
-            there = (Path.cwd() if key in typed else command) / path
+            there = spelt_out((Path.cwd() if key in typed else command) / path)
             return str(there) if _exists(there) else value
         if shift is not None and path.is_relative_to(shift[0]):
             there = shift[1] / path.relative_to(shift[0])

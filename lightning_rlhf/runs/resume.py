@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_rlhf.assembly import find_checkpoint, newest_checkpoint
 from lightning_rlhf.checkpoint.files import STATE, iteration_of, latest_valid
-from lightning_rlhf.files import as_file
+from lightning_rlhf.files import as_file, spelt_out
 from lightning_rlhf.reporting import blocks_of, tracked
 from lightning_rlhf.reporting.loggers import MLFLOW
 from lightning_rlhf.runs.folder import kept_elsewhere, quoted, starts
@@ -159,13 +159,13 @@ MISSING = _Missing()
 # --- planning --------------------------------------------------------------------------------------------------------
 
 
-def planned(where: str, new: Composition) -> Resumption:
-    """How to resume the run or the checkpoint at ``where`` under new overrides.
+def planned(where: str, new: Composition, key: str = "resume") -> Resumption:
+    """How to resume the run or the checkpoint at ``where``, the value of ``key``, under new overrides.
 
     Raises:
         InputError: there is no complete checkpoint, or an override is invalid.
     """
-    checkpoint = find_checkpoint(where, "resume")
+    checkpoint = find_checkpoint(where, key)
     saved, iteration = read_settings(checkpoint)
     run = run_of(checkpoint, where, saved)
     config, composition = recomposed(saved, composition_of(run, iteration), new)
@@ -220,7 +220,7 @@ def _resumption(
     other = [key for key, _ in in_short({k: v for k, v in changes.items() if not keeps_numbers(k)})]
     named = other if len(other) <= 3 else [*other[:2], f"{len(other) - 2} more"]
     reasons = [f"other numbers follow from {', '.join(named)}"] if other else []
-    is_newest = checkpoint != Path(where).expanduser()  # a folder means its newest checkpoint
+    is_newest = checkpoint != spelt_out(where)  # a folder means its newest checkpoint
     newest = iteration if is_newest else newest_iteration(checkpoint)
     if newest > iteration:
         reasons.append(f"the run has gone on to iteration {newest} since")
@@ -308,7 +308,7 @@ def run_of(checkpoint: Path, where: str, saved: Mapping[str, Any]) -> Path | Non
         where: the value of ``resume``, which may be the run's folder.
         saved: the configuration of the checkpoint.
     """
-    for folder in (Path(where).expanduser().absolute(), Path(str(saved.get("output_dir"))).absolute()):
+    for folder in (spelt_out(where).absolute(), Path(str(saved.get("output_dir"))).absolute()):
         if kept_elsewhere(folder) == checkpoint.absolute().parent:
             return folder
     for folder in (checkpoint.absolute().parent.parent, checkpoint.absolute().parent):

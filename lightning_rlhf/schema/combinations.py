@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,6 +21,9 @@ def combinations(config: Mapping[str, Any]) -> Iterator[Problem]:
         from lightning_rlhf.warmup import RATE_WANTED
 
         yield Problem("warmup.lr", None, RATE_WANTED)
+    lora = get(config, "model.policy.lora")
+    if lora is not None and importlib.util.find_spec("peft") is None:
+        yield Problem("model.policy.lora", lora, 'null, or with the package peft: pip install "lightning-rlhf[lora]"')
     yield from _monitor(config)
     settings, batch = settings_of(config), batch_sizes_of(config)
     if settings is None or batch is None:

@@ -31,7 +31,8 @@ def locate(path: Any) -> Any:
             raise LookupError(f"{name} cannot be imported: {type(error).__name__}: {error}") from error
         for attribute in parts[length:]:
             if not hasattr(found, attribute):
-                near = get_close_matches(attribute, [n for n in dir(found) if not n.startswith("_")], n=1, cutoff=0.5)
+                names = [n for n, v in inspect.getmembers(found) if not n.startswith("_") and not inspect.ismodule(v)]
+                near = get_close_matches(attribute, names, n=1, cutoff=0.5)
                 guess = f"; did you mean {name}.{near[0]}?" if near else ""
                 raise LookupError(f"{name} has no {attribute!r}{guess}")
             found, name = getattr(found, attribute), f"{name}.{attribute}"

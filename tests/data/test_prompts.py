@@ -219,7 +219,7 @@ def test_all_prompts_too_long_is_an_error_with_limit_count_and_shortest():
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (None, r"train\.jsonl:7: no prompt: the row has no 'prompt' \(columns: answer, prompt\)"),
+        (None, r"train\.jsonl:7: no prompt: 'prompt' is null \(columns: answer, prompt\)"),
         ("  \n", r"train\.jsonl:7: the prompt is empty"),
         ([], r"train\.jsonl:7: the prompt is empty"),
         (user(" "), r"train\.jsonl:7: the prompt is empty"),

@@ -241,7 +241,7 @@ def test_lora_without_peft_says_so(make_lm: Any, monkeypatch: pytest.MonkeyPatch
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(ValueError, match="needs the Python package peft"):
+    with pytest.raises(ValueError, match="needs the package peft: pip install"):
         build_policy(loaded(make_lm()), lora={"r": 2})
 
 

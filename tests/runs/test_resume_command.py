@@ -225,6 +225,27 @@ def test_a_project_that_was_moved_is_resumed(project: Path, monkeypatch: pytest.
     assert record(now / "runs" / "a")[0] == "FINISHED"
 
 
+def test_a_resume_through_another_folder_records_paths_that_do_not_need_it(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert train(*TINY, "iterations=1", f"data.train.path={project}/prompts.jsonl", "hydra.run.dir=a") == 0
+    (elsewhere := project.with_name("elsewhere")).mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert train("resume=../p/a", "iterations=2") == 0
+    monkeypatch.chdir(project)
+    shutil.rmtree(elsewhere)
+    starts = [json.loads(line) for line in (project / "a" / "starts.jsonl").read_text().splitlines()]
+    assert [start.pop("typed")[-1] for start in starts][1:] == ["iterations=2"]
+    assert ".." not in json.dumps(starts) + (project / "a" / "tracking" / "run.json").read_text()
+    (now := project.with_name("p2")).parent.joinpath("x").mkdir()
+    project.rename(now)
+    monkeypatch.chdir(now.parent / "x")
+    mlflow.tracking._tracking_service.utils._artifact_repos_cache.clear()  # as in another process
+    assert train("resume=../p2/a", "iterations=3") == 0
+    steps = [step for step, _ in record_of_moved(now / "a", now)["reward/mean"]]
+    assert steps == [1, 2, 3] and not project.exists()
+
+
 def record_of_moved(folder: Path, project: Path) -> dict[str, list[tuple[int, float]]]:
     """The record of a moved run that has not been started since."""
     file = folder / "tracking" / "run.json"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from lightning_rlhf import schema
 from lightning_rlhf.assembly import with_key
 from lightning_rlhf.schema import ConfigError, Problem, check
+from lightning_rlhf.schema.checks import first_look
 from lightning_rlhf.schema.locate import locate, parameters_of
 from lightning_rlhf.schema.signatures import declared
 from lightning_rlhf.schema.spelling import FOREIGN_KEYS, hint, nearest
@@ -340,6 +342,22 @@ def test_locate_shows_an_error_in_the_file(tmp_path: Path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(LookupError, match="half_written cannot be imported: SyntaxError"):
         locate("half_written.f")
+
+
+def test_locate_guesses_no_module_that_a_file_imports(tmp_path: Path, monkeypatch):
+    (tmp_path / "has_vowels.py").write_text("import os, re\n\ndef vowels(batch): ...\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(LookupError, match=r"has_vowels has no 'vowls'; did you mean has_vowels\.vowels\?"):
+        locate("has_vowels.vowls")
+    with pytest.raises(LookupError, match=r"has_vowels has no 'rs'$"):
+        locate("has_vowels.rs")
+
+
+def test_lora_without_its_package_is_refused_before_libraries_are_imported(compose, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else find(name))
+    with pytest.raises(ConfigError, match=r'model\.policy\.lora = .*\n.*pip install "lightning-rlhf\[lora\]"'):
+        first_look(compose("model=hf_lora", "model.source.path=x"))
 
 
 def test_locate_finds_classes_and_functions():
