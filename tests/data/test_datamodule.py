@@ -111,6 +111,16 @@ def test_loader_gives_exactly_the_runs_batches(tokenizer):
         assert row["_source"].startswith("list:")
 
 
+def test_more_prompts_per_iteration_than_there_are_is_warned_about(tokenizer, recwarn):
+    rows = [{"prompt": f"{i}+1="} for i in range(6)]
+    for prompts in (6, 7):
+        PromptDataModule(rows, tokenizer=tokenizer, prompts_per_iteration=prompts, iterations=1).setup("fit")
+    said = [str(w.message) for w in recwarn if "prompts_per_iteration" in str(w.message)]
+    assert said == [
+        "data.prompts_per_iteration = 7, but there are 6 training prompts: an iteration draws prompts more than once"
+    ]
+
+
 def test_shuffle_off_keeps_the_datas_order(tokenizer):
     drawn = batches(data(tokenizer, rows(6), shuffle=False))
     assert drawn[0].texts + drawn[1].texts[:2] == [row["prompt"] for row in rows(6)]
