@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0, 2 for invalid input (explained on one screen), 1 for any other failure, 130 after Ctrl-C,
-        143 after SIGTERM and 129 after SIGHUP.
+        143 after SIGTERM, 129 after SIGHUP and 138 after SIGUSR1.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("help", "-h", "--help"):

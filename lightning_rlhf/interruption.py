@@ -1,5 +1,5 @@
-"""SIGINT (Ctrl-C), SIGTERM and SIGHUP (the terminal was closed): the first ends a run between two iterations, a second
-one at once."""
+"""SIGINT (Ctrl-C), SIGTERM, SIGHUP (the terminal was closed) and SIGUSR1 (a scheduler's notice): the first ends a run
+between two iterations, a second one at once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REQUEST_VARIABLE = "LIGHTNING_RLHF_STOP_REQUEST"
 """Environment variable with that file's path, for the started processes."""
 
 _POLL_SECONDS = 0.5
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Interrupted(SIGTERMException):

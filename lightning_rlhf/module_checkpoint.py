@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+_NEEDED = ("control", "update", "progress", "reference_fingerprint", "rollout_ahead")
+"""Keys of a saved state without which a run cannot go on; others were added later and may be missing."""
+
+
 class ModuleState:
     """Saves and restores the state of a module and of its parts under the key ``lightning_rlhf``.
 
@@ -97,8 +101,13 @@ class ModuleState:
         """Compare the reference model with the one of a saved state.
 
         Raises:
-            InputError: it is not the same one.
+            InputError: it is not the same one, or the state lacks a key that cannot be done without.
         """
+        if missing := [key for key in _NEEDED if key not in saved]:
+            raise InputError(
+                f"the checkpoint lacks lightning_rlhf.{missing[0]}, which every release has written: it comes from a "
+                "development version, or was changed"
+            )
         if saved["reference_fingerprint"] != self.reference_fingerprint():
             raise InputError(
                 "the checkpoint was trained against another reference model than the one loaded now: the model's "

@@ -35,7 +35,7 @@ def run(plain: dict[str, Any]) -> dict[str, float]:
 
     Raises:
         InputError: a part cannot be built as configured.
-        Interrupted: SIGINT, SIGTERM or SIGHUP; a checkpoint was written if anything was trained.
+        Interrupted: SIGINT, SIGTERM, SIGHUP or SIGUSR1; a checkpoint was written if anything was trained.
         TrainingFailed: a callback has found the run to be broken.
         CodeEnded: code of the run has raised SystemExit or the like.
     """

@@ -6,83 +6,32 @@ steps and so, if PPO epochs end early, saves at irregular iterations or never.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from lightning import Callback, LightningModule, Trainer
+from lightning import LightningModule, Trainer
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_rlhf import __version__
 from lightning_rlhf.bounds import bounded
+from lightning_rlhf.checkpoint.atomic import AtomicCheckpointIO
 from lightning_rlhf.checkpoint.capture import Captured, can_capture, iteration_now, weights_are_finite
-from lightning_rlhf.checkpoint.files import (
-    PARTIAL,
-    SET_ASIDE,
-    CheckpointError,
-    iteration_of,
-    not_written,
-    partial_of,
-    plain,
-    put_in_place,
-    remove,
-    verify,
-)
+from lightning_rlhf.checkpoint.copies import Copies
+from lightning_rlhf.checkpoint.files import PARTIAL, SET_ASIDE, CheckpointError, iteration_of, plain, remove, set_aside
+from lightning_rlhf.checkpoint.format import FORMAT, refuse_format
 from lightning_rlhf.checkpoint.monitor import Monitored, evaluation_follows
-from lightning_rlhf.checkpoint.shards import read_checkpoint
+from lightning_rlhf.checkpoint.probe import Probe
+from lightning_rlhf.checkpoint.retention import checkpoints_in
+from lightning_rlhf.checkpoint.saving import Saving, Written
 from lightning_rlhf.control import TrainingFailed
-from lightning_rlhf.distributed.processes import gather_objects
+from lightning_rlhf.errors import SettingError
 from lightning_rlhf.functional.stats import largest_over_ranks
 from lightning_rlhf.interruption import Interrupted, signals
 from lightning_rlhf.reporting.loggers import tell
-
-
-class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a temporary file beside the target, syncs it, verifies it, then renames it: complete or absent.
-
-    It streams into the file, so a save needs no second copy of the state in memory (Lightning's own writer does).
-    Paths with a protocol (``s3://...``) are left to Lightning's writer.
-    """
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write a checkpoint; if that fails, nothing is left behind and an older file of that name is untouched.
-
-        Raises:
-            CheckpointError: the content is not plain, or the file could not be written.
-        """
-        checkpoint = plain(checkpoint)
-        if "://" in str(path) or storage_options is not None:
-            super().save_checkpoint(checkpoint, path, storage_options)
-            return
-        path = Path(path)
-        partial = partial_of(path)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with partial.open("wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            verify(partial)
-            put_in_place(path)
-        except (OSError, RuntimeError) as error:
-            # After a failed write PyTorch reports a wrong file position; the real reason is in that error's context.
-            cause = error.__context__ if isinstance(error.__context__, OSError) else error
-            raise not_written(path, cause) from error
-        finally:
-            remove(partial)
-
-    def load_checkpoint(self, path: str | Path, *args: Any, **options: Any) -> dict[str, Any]:
-        """The content of a file, or of a folder of shards put together."""
-        if Path(path).is_dir():
-            return read_checkpoint(Path(path))
-        return super().load_checkpoint(path, *args, **options)
-
-
-# --- when to save ----------------------------------------------------------------------------------------------------
 
 
 class IterationCheckpoint(Checkpoint):
@@ -99,17 +48,27 @@ class IterationCheckpoint(Checkpoint):
     of an iteration saves the iteration before; after a first SIGINT or SIGTERM
     (:mod:`lightning_rlhf.interruption`) during an update the iteration is finished and saved.
 
+    A checkpoint is read back before it counts: checksums, shapes, finite tensors. One that fails stays, is never the
+    newest good one, and training goes on.
+
     Args:
         dirpath: folder of the checkpoints, on a local (or mounted) file system.
         every_n_iterations: iterations between two checkpoints.
-        keep: number of newest checkpoints that are kept; ``None`` keeps all.
+        keep: number of newest checkpoints that are kept, beside the best and the newest verified one; ``None``: all.
         monitor: metric whose best checkpoint is kept as well; ``None``: none. Only a value that was logged for the
             iteration itself counts.
         mode: whether the largest (``max``) or the smallest (``min``) value of ``monitor`` is best.
+        asynchronous: a thread copies the state and writes it while training goes on with the next rollout; training
+            waits for the copy before weights change, and for the file before the next save and at every end. Folders
+            of shards, and states that do not fit into host memory a second time, are written while training waits.
+        probe: so many prompts are answered greedily by the live policy and by one loaded from the file; other answers
+            are a failed verification. Training waits for the live policy's answers. ``None``: none.
+        copy_to: folder, or address for fsspec, to which verified checkpoints are copied in the background; ``mlflow``:
+            artifacts of the run. ``None``: nowhere.
 
     Attributes:
         iteration: training batches done since the run began, resumed parts included.
-        last_model_path, best_model_path: the newest checkpoint written; the one with the best monitored value.
+        last_model_path, best_model_path: the newest good checkpoint in place; the one with the best monitored value.
     """
 
     def __init__(
@@ -119,9 +78,15 @@ class IterationCheckpoint(Checkpoint):
         keep: int | None = 2,
         monitor: str | None = None,
         mode: Literal["min", "max"] = "max",
+        asynchronous: bool = True,
+        probe: int | None = None,
+        copy_to: str | None = None,
     ) -> None:
         bounded("callbacks.checkpoint", at_least=1, whole=True, every_n_iterations=every_n_iterations)
         bounded("callbacks.checkpoint", at_least=1, whole=True, optional=True, keep=keep)
+        bounded("callbacks.checkpoint", at_least=1, whole=True, optional=True, probe=probe)
+        if not isinstance(asynchronous, bool):
+            raise SettingError("callbacks.checkpoint.asynchronous", asynchronous, "true or false")
         if mode not in ("min", "max"):
             raise ValueError(f"callbacks.checkpoint.mode = {mode!r} is not allowed: min or max")
         if "://" in str(dirpath):
@@ -135,11 +100,17 @@ class IterationCheckpoint(Checkpoint):
         self._monitored = Monitored(monitor)
         self._looked_at = False
         self._captured: Captured | None = None
+        self._best: tuple[float | None, str] = None, ""
+        """Score and path of the best checkpoint, the one being written included."""
+        self._best_before: tuple[float | None, str] = self._best
+        self._probe = None if probe is None else Probe(probe)
+        self._copies = None if copy_to is None else Copies(copy_to)
+        self._saving = Saving(self.dirpath, keep, asynchronous, self._copies)
 
     @property
     def checkpoints(self) -> list[Path]:
         """The checkpoints in the folder, oldest iteration first."""
-        return sorted((p for p in self.dirpath.glob("*.ckpt") if iteration_of(p) >= 0), key=iteration_of)
+        return checkpoints_in(self.dirpath)
 
     # --- hooks -------------------------------------------------------------------------------------------------------
 
@@ -158,6 +129,9 @@ class IterationCheckpoint(Checkpoint):
                 f"the trainer has the plugin {type(strategy.checkpoint_io).__name__}, which does not promise whole "
                 "files: take it out, or derive it from lightning_rlhf.checkpoint.AtomicCheckpointIO"
             )
+        strategy.checkpoint_io.buffers = frozenset(name for name, _ in pl_module.named_buffers())
+        if self._copies is not None:
+            self._copies.bind(trainer.loggers)
         for part in (pl_module, getattr(trainer, "datamodule", None)):
             if part is not None:
                 plain(dict(part.hparams), f"{type(part).__name__}.hparams")
@@ -173,8 +147,10 @@ class IterationCheckpoint(Checkpoint):
         self._capture(trainer)
         self._may_stop_at_once(trainer)
 
-    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._monitored.begin(trainer)
+        if self._probe is not None:
+            self._probe.see(batch)
 
     def on_rollout_end(self, trainer: Trainer, *args: Any) -> None:
         self._obey_signal(trainer)
@@ -183,6 +159,7 @@ class IterationCheckpoint(Checkpoint):
         """From here on weights may change: drop the captured state; a signal waits until the iteration is finished."""
         self._obey_signal(trainer)
         self._captured = None
+        self._saving.wait_for_copy()
         signals().hold(f"finishing iteration {self.iteration + 1}")
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
@@ -203,31 +180,42 @@ class IterationCheckpoint(Checkpoint):
         """Save the last iteration, which :meth:`on_train_batch_end` could not know to be the last."""
         if self._saved < self.iteration:
             self.save(trainer)
+        self._note_end(trainer, self._saving.end())
         self._captured = None
         signals().release()
+        self._saving.finish_copies(trainer, self._best[1])
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save the end of the last iteration, if the weights have not changed since and it is not saved yet."""
         captured, self._captured = self._captured, None
+        self._end_alone(trainer, type(exception).__name__)
         if captured is None or self._saved >= self.iteration or isinstance(exception, TrainingFailed):
             return
         together = trainer.world_size == 1 or getattr(exception, "on_every_rank", False)
         if captured.needs_all_ranks and not together:
             return  # other ranks wait elsewhere, perhaps for ever, and could not take part
-        path = self._path
+        self._saving.now(trainer, captured, self._path, best=self._best[1])
+        self._end_alone(trainer, type(exception).__name__)
+
+    def _end_alone(self, trainer: Trainer, cause: str) -> None:
+        """Wait for the save of this rank, without the others, which may be anywhere."""
         try:
-            captured.write(trainer, path)
+            self._note_end(trainer, self._saving.take())
         except CheckpointError as error:
-            rank_zero_warn(f"after {type(exception).__name__}: {error}")
-            return
-        self._note_saved(trainer, path)
+            rank_zero_warn(f"after {cause}: {error}")
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Wait for a save that nothing has waited for: an end that is no exception of the training itself."""
+        if self._saving.busy:
+            self._end_alone(trainer, "an early end")
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         # Not in state_dict(): Lightning's key for that contains the arguments, and the count must survive other ones.
         checkpoint["iteration"] = self.iteration
         if self.monitor is not None:
             best = checkpoint.setdefault("best_checkpoints", {})
-            best[f"{self.mode} {self.monitor}"] = {"score": self.best_model_score, "path": self.best_model_path}
+            best[f"{self.mode} {self.monitor}"] = {"score": self._best[0], "path": self._best[1]}
+        checkpoint["written_by"] = {"lightning_rlhf": __version__, "format": FORMAT}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self.refuse_uncounted(checkpoint)
@@ -235,11 +223,12 @@ class IterationCheckpoint(Checkpoint):
         best = checkpoint.get("best_checkpoints", {}).get(f"{self.mode} {self.monitor}")
         if best is not None:
             here = self.dirpath / Path(best["path"]).name  # also after the folder was moved
-            self.best_model_score = best["score"]
-            self.best_model_path = str(here) if best["path"] and here.exists() else best["path"]
+            self._best = best["score"], str(here) if best["path"] and here.exists() else best["path"]
+            self.best_model_score, self.best_model_path = self._best
 
     def refuse_uncounted(self, checkpoint: Mapping[str, Any]) -> None:
-        """Refuse (:class:`CheckpointError`) a checkpoint that does not say its iteration; changes nothing."""
+        """Refuse (:class:`CheckpointError`) a checkpoint of a later format, or without iteration; changes nothing."""
+        refuse_format(checkpoint)
         if "iteration" not in checkpoint:
             raise CheckpointError("the checkpoint was saved without IterationCheckpoint: it does not say its iteration")
 
@@ -248,6 +237,7 @@ class IterationCheckpoint(Checkpoint):
         self.iteration = self._saved = iteration
         if iteration == 0:
             self.best_model_score, self.best_model_path, self.last_model_path = None, "", ""
+            self._best = None, ""
             self._monitored = Monitored(self.monitor)
 
     # --- between iterations ------------------------------------------------------------------------------------------
@@ -275,9 +265,18 @@ class IterationCheckpoint(Checkpoint):
             signals().hold(f"stopping in iteration {self.iteration + 1}")
 
     def _agreed_signal(self, trainer: Trainer) -> int:
-        """The signal that any rank has received, 0 if there was none."""
+        """The signal that any rank has received, 0 if there was none.
+
+        Raises:
+            CheckpointError: on every rank, if a save in the background has failed on one.
+        """
         device = trainer.strategy.root_device
-        return int(largest_over_ranks([float(signals().received)], device)[0])
+        received, failed = largest_over_ranks([float(signals().received), float(self._saving.failed)], device)
+        if failed:
+            self._settle(trainer)
+        if self._saving.ready and trainer.world_size == 1:
+            self._settle(trainer)
+        return int(received)
 
     def _obey_signal(self, trainer: Trainer) -> None:
         if stop := self._agreed_signal(trainer):
@@ -295,6 +294,7 @@ class IterationCheckpoint(Checkpoint):
         Raises:
             CheckpointError: on every rank, if the file could not be written, or the weights are not finite.
         """
+        self._settle(trainer)
         path = self._path
         if not weights_are_finite(trainer):
             self._captured = None
@@ -303,36 +303,52 @@ class IterationCheckpoint(Checkpoint):
                 "Earlier ones are untouched."
             )
         self._note_best(trainer, path)
-        failure: CheckpointError | None = None
-        try:
-            captured = Captured(trainer)
-            captured.write(trainer, path)
-            self._captured = captured if can_capture(trainer.lightning_module) else None
-        except CheckpointError as error:
-            failure = error
-        # Several processes wait for one another: each must get here, whether or not its own write succeeded.
-        messages = gather_objects(str(failure) if failure else None)
-        message = next((text for text in messages if text is not None), None)
-        if message is not None:
-            self._captured = None
-            raise failure or CheckpointError(message)
-        self._note_saved(trainer, path)
+        asked = None if self._probe is None else self._probe.ask(trainer)
+        captured = Captured(trainer)
+        held = can_capture(trainer.lightning_module)
+        self._captured, self._saved = captured if held else None, self.iteration
+        if not self._saving.begin(trainer, captured, path, best=self._best[1], asked=asked, held=held):
+            self._settle(trainer)
 
-    def _note_saved(self, trainer: Trainer, path: Path) -> None:
-        self._saved, self.last_model_path = self.iteration, str(path)
+    def _settle(self, trainer: Trainer) -> None:
+        """Wait for the save on all ranks.
+
+        Raises:
+            CheckpointError: on every rank, if it failed.
+        """
+        try:
+            self._note_end(trainer, self._saving.end())
+        except CheckpointError:
+            self._captured = None
+            raise
+
+    def _note_end(self, trainer: Trainer, written: Written | None) -> None:
+        """A checkpoint is in place: from now on it is announced, as good or as failed."""
+        if written is None:
+            return
+        if written.problem is None:
+            self.last_model_path = str(written.path)
+        else:
+            if self._best[1] == str(written.path):
+                self._best = self._best_before
+            rank_zero_warn(
+                f"checkpoint {written.path} FAILED its verification: {written.problem}. It stays there, but no resume "
+                f"takes it by itself; the newest good one is {self.last_model_path or 'none of this start'}."
+            )
+        self.best_model_score, self.best_model_path = self._best
         if trainer.is_global_zero:
-            self._remove_old()
-            known = [str(p) for p in self.checkpoints]
-            tell(trainer.loggers, "log_checkpoints", known, latest=str(path), best=self.best_model_path)
+            known, latest = [str(p) for p in self.checkpoints], self.last_model_path
+            tell(trainer.loggers, "log_checkpoints", known, latest=latest, best=self.best_model_path)
 
     def _note_best(self, trainer: Trainer, path: Path) -> None:
         self._monitored.warn_if_unknown(trainer)
+        self._best_before = self._best
         if self._is_best:
-            self.best_model_score, self.best_model_path = self._monitored.value, str(path)
+            self._best = self._monitored.value, str(path)
 
     @property
     def _is_best(self) -> bool:
-        value, best = self._monitored.value, self.best_model_score
+        value, best = self._monitored.value, self._best[0]
         if value is None or best is None:
             return value is not None
         return value > best if self.mode == "max" else value < best
@@ -341,20 +357,12 @@ class IterationCheckpoint(Checkpoint):
         """Rename checkpoints of iterations after the resumed one: the run will not go through their states."""
         later = [path for path in self.checkpoints if iteration_of(path) > self.iteration]
         for path in later:
-            aside = path.with_name(path.name + SET_ASIDE)
-            remove(aside)  # left by an earlier resume; a rename does not replace a folder
-            path.rename(aside)
+            set_aside(path)
         if later:
             rank_zero_warn(
                 f"the run continues from iteration {self.iteration}; {len(later)} checkpoint(s) of later iterations in "
                 f"{self.dirpath} now have the suffix {SET_ASIDE}. Delete them if they are not needed."
             )
-
-    def _remove_old(self) -> None:
-        if self.keep is not None:
-            for path in self.checkpoints[: -self.keep]:
-                if str(path) != self.best_model_path:
-                    remove(path)
 
 
 def _is_last_iteration(trainer: Trainer) -> bool:
@@ -362,27 +370,3 @@ def _is_last_iteration(trainer: Trainer) -> bool:
     stop = trainer.strategy.reduce_boolean_decision(trainer.should_stop or trainer.received_sigterm, all=False)
     last_epoch = trainer.max_epochs is not None and 0 <= trainer.max_epochs <= trainer.current_epoch + 1
     return stop or (trainer.is_last_batch and last_epoch) or 0 <= trainer.max_steps <= trainer.global_step
-
-
-def warn_about_model_checkpoint(callbacks: Iterable[Callback]) -> list[str]:
-    """Warn about every ``ModelCheckpoint`` whose trigger does not count iterations here; returns the warnings."""
-    instead = "use lightning_rlhf.checkpoint.IterationCheckpoint(every_n_iterations=...)"
-    warnings = []
-    for callback in callbacks:
-        if not isinstance(callback, ModelCheckpoint):
-            continue
-        every, interval = callback._every_n_train_steps, callback._train_time_interval
-        if interval is not None:
-            text = f"train_time_interval={interval} is ignored under manual optimisation: it saves nothing"
-        elif every > 1:
-            text = (
-                f"every_n_train_steps={every} counts optimiser steps, several per iteration, and saves only where an "
-                f"iteration happens to end on a multiple of {every}; when PPO epochs end early that may be never"
-            )
-        elif every == 0:
-            text = "it saves at the end of an epoch, and the whole run is one epoch: a run that dies leaves nothing"
-        else:
-            continue
-        warnings.append(f"ModelCheckpoint: {text}; {instead}")
-        rank_zero_warn(warnings[-1])
-    return warnings

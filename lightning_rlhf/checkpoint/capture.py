@@ -9,12 +9,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning import Trainer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_rlhf.checkpoint.files import with_items
+from lightning_rlhf.checkpoint.files import CheckpointError, with_items
+from lightning_rlhf.checkpoint.verification import all_finite, tensors_of
 from lightning_rlhf.distributed.processes import place
 from lightning_rlhf.module import ActorCriticModule
 
@@ -41,14 +41,36 @@ class Captured:
         if own is not None:  # its copy of the actor is overwritten only when the next update begins
             rest = {k: _copy(v) for k, v in own.items() if k != "update"}
             self._content["lightning_rlhf"] = rest | {"update": own["update"]}
+        live = ((name, tensor) for name, tensor in tensors_of(self._content) if not tensor.is_inference())
+        self._versions = [(name, tensor, tensor._version) for name, tensor in live]
 
     def write(self, trainer: Trainer, path: Path) -> None:
-        """Write it like the strategy's checkpoints: rank 0 writes a file, or all ranks together a folder.
+        """Write it now, like the strategy's checkpoints: rank 0 writes a file, or all ranks together a folder.
 
         Raises:
             CheckpointError: it could not be written.
         """
         trainer.strategy.save_checkpoint(self._content, path)
+
+    def on_host(self) -> dict[str, Any]:
+        """A copy of all of it in host memory.
+
+        Raises:
+            CheckpointError: a tensor was changed meanwhile, so the copy may be of no single moment.
+        """
+        copy = _copy(self._content, {})
+        changed = [name for name, tensor, version in self._versions if tensor._version != version]
+        if changed:
+            raise CheckpointError(
+                f"{changed[0]} was changed between two updates, while a checkpoint of it was being written in the "
+                "background; callbacks.checkpoint.asynchronous=false saves before anything else runs"
+            )
+        return copy
+
+    @property
+    def size(self) -> int:
+        """Bytes of its weights and optimiser state on this rank."""
+        return sum(tensor.nbytes for _, tensor in tensors_of(self._content))
 
     @property
     def needs_all_ranks(self) -> bool:
@@ -75,20 +97,28 @@ def iteration_now(module: Any) -> int:
 
 def weights_are_finite(trainer: Trainer) -> bool:
     """Whether all trained weights are finite on every rank."""
-    parameters = [p for p in trainer.lightning_module.parameters() if p.requires_grad and p.is_floating_point()]
-    local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
-    with torch.no_grad():
-        broken = [~part.detach().isfinite().all() for part in local]
-        finite = not broken or not bool(torch.stack([flag.to(broken[0].device) for flag in broken]).any())
+    finite = all_finite(p for p in trainer.lightning_module.parameters() if p.requires_grad)
     return trainer.strategy.reduce_boolean_decision(finite, all=True)
 
 
-def _copy(value: Any) -> Any:
-    """A deep copy of the value: its own containers and tensors."""
+def _copy(value: Any, shared: dict[Any, Tensor] | None = None) -> Any:
+    """A deep copy of the value: its own containers and tensors.
+
+    Args:
+        value: tensors, numbers, strings and containers of them.
+        shared: copies by their original: with it they lie in host memory, and tensors that are one stay one.
+    """
     if isinstance(value, Tensor):
-        return value.detach().clone()
+        return value.detach().clone() if shared is None else _on_host(value.detach(), shared)
     if isinstance(value, dict):
-        return with_items(value, ((key, _copy(item)) for key, item in value.items()))
+        return with_items(value, ((key, _copy(item, shared)) for key, item in value.items()))
     if type(value) in (list, tuple, set):
-        return type(value)(_copy(item) for item in value)
+        return type(value)(_copy(item, shared) for item in value)
     return value
+
+
+def _on_host(tensor: Tensor, shared: dict[Any, Tensor]) -> Tensor:
+    key = tensor.data_ptr(), tensor.dtype, tensor.device, tensor.shape, tensor.stride()
+    if tensor.numel() == 0 or key not in shared:
+        shared[key] = tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
+    return shared[key]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import pickle
@@ -10,7 +9,7 @@ import re
 import shutil
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,24 @@ from lightning import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from lightning_rlhf.checkpoint.records import (
+    MANIFEST,
+    UNVERIFIED,
+    VERIFIED,
+    digest,
+    hashed_file,
+    problem_of,
+    read_record,
+    record_of,
+    records,
+    write_record,
+)
+from lightning_rlhf.checkpoint.verification import CHECKED
+
 PARTIAL, SET_ASIDE = ".partial", ".set_aside"
 """Suffixes of a checkpoint being written or removed, and of a checkpoint later than the one a run was resumed from."""
-MANIFEST, STATE = "manifest.json", "state.pt"
-"""Files in a folder of shards: sizes and hashes of all its files; everything that is not sharded."""
+STATE = "state.pt"
+"""File in a folder of shards: everything that is not sharded."""
 
 _LEAVES = (torch.Tensor, torch.nn.Parameter, torch.dtype, torch.device, torch.Size)
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
@@ -74,43 +87,61 @@ def with_items(mapping: dict[Any, Any], items: Iterable[tuple[Any, Any]]) -> dic
 def verify(path: str | Path) -> None:
     """Read a whole checkpoint and check it.
 
-    A file: zip directory at its end, checksum (CRC-32) of every record, safe to unpickle. A folder of shards: every
-    file in its manifest exists, with its size and its SHA-256.
+    A file: size and SHA-256 of its record ``*.verified.json``, or without one the zip directory at its end and the
+    checksum (CRC-32) of every entry; safe to unpickle. A folder of shards: every file in its manifest exists, with its
+    size and its SHA-256, and the manifest is that of the record.
 
     Raises:
         CheckpointError: says what is wrong with it.
     """
     path = Path(path)
     try:
-        _verify_folder(path) if path.is_dir() else _verify_file(path)
+        if path.is_dir() and not (path / MANIFEST).is_file():
+            raise CheckpointError(f"the folder has no {MANIFEST}")
+        recorded = _compare_with_record(path)
+        if path.is_dir():
+            _verify_folder(path)
+        else:
+            read_through(path, checksums=not recorded)
     except (OSError, RuntimeError, ValueError, KeyError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{path} is not a whole checkpoint: {error}") from error
 
 
-def _verify_file(path: Path) -> None:
-    with zipfile.ZipFile(path) as archive:
-        damaged = archive.testzip()
-    if damaged is not None:
-        raise CheckpointError(f"the checksum of {damaged} is wrong")
+def read_through(path: Path, *, checksums: bool = True) -> None:
+    """Check that a file is a zip archive safe to unpickle, and, unless its hash is known to be right, its checksums.
+
+    Raises:
+        CheckpointError: a checksum is wrong.
+        Exception: it is no such archive (``OSError``, ``RuntimeError``, ``BadZipFile``, ``UnpicklingError``).
+    """
+    if checksums:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise CheckpointError(f"the checksum of {damaged} is wrong")
     torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
+def _compare_with_record(path: Path) -> bool:
+    """Compare size and SHA-256 with those in the record; whether there is a record."""
+    record = read_record(path, VERIFIED)
+    if record is None:
+        return False
+    file = hashed_file(path)
+    recorded = {key: record.get(key) for key in ("bytes", "sha256")}
+    if file.stat().st_size != recorded["bytes"] or digest(file) != recorded:
+        raise CheckpointError(
+            f"size or checksum are not those in {record_of(path, VERIFIED).name}; if it was changed on purpose, delete "
+            "that record"
+        )
+    return True
+
+
 def _verify_folder(folder: Path) -> None:
-    if not (folder / MANIFEST).is_file():
-        raise CheckpointError(f"the folder has no {MANIFEST}")
     for name, wanted in json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"].items():
         if digest(folder / name) != wanted:
             raise CheckpointError(f"{name} has not the size and hash that {MANIFEST} says")
-    _verify_file(folder / STATE)
-
-
-def digest(path: Path) -> dict[str, Any]:
-    """Size in bytes and SHA-256 of a file, as a manifest holds them."""
-    sha256 = hashlib.sha256()
-    with path.open("rb") as file:
-        while part := file.read(1 << 20):
-            sha256.update(part)
-    return {"bytes": path.stat().st_size, "sha256": sha256.hexdigest()}
+    read_through(folder / STATE)
 
 
 def is_sharded(path: Path) -> bool:
@@ -119,12 +150,16 @@ def is_sharded(path: Path) -> bool:
 
 
 def latest_valid(folder: str | Path) -> Path | None:
-    """The newest complete checkpoint of a folder: the highest iteration, then the time of writing.
+    """The newest good checkpoint of a folder: the highest iteration, then the time of writing.
 
-    Warns about every newer incomplete one. ``None`` if there is no complete one, or no such folder.
+    Good is one that is whole and did not fail its verification. Warns about every newer one that is not. ``None`` if
+    there is no good one, or no such folder.
     """
     found = Path(folder).glob("[!.]*.ckpt")
     for path in sorted(found, key=lambda p: (iteration_of(p), p.stat().st_mtime), reverse=True):
+        if problem := problem_of(path):
+            rank_zero_warn(f"skipped: {path} failed its verification: {problem}")
+            continue
         try:
             verify(path)
         except CheckpointError as error:
@@ -148,8 +183,26 @@ def partial_of(path: Path) -> Path:
     return path.with_name(f".{path.name}{PARTIAL}")
 
 
-def put_in_place(path: Path) -> None:
-    """Rename the finished checkpoint to ``path`` and sync that to disk. An older one of that name is replaced."""
+def publish(path: Path, problem: str | None, facts: Mapping[str, Any]) -> None:
+    """Rename the finished checkpoint to ``path``, sync that to disk, and write its record.
+
+    An older one of that name is replaced; its records are removed first, so that they never speak of the new one.
+
+    Args:
+        path: where it belongs; it lies at :func:`partial_of` now.
+        problem: why it failed its verification, if it did.
+        facts: for the record: size, hash, iteration.
+    """
+    for record in records(path):
+        record.unlink()
+    if problem is not None:  # before the rename: it must not pass for a good one in between
+        write_record(path, UNVERIFIED, problem=problem, **facts)
+    _put_in_place(path)
+    if problem is None:
+        write_record(path, VERIFIED, **facts, checked=list(CHECKED))
+
+
+def _put_in_place(path: Path) -> None:
     if path.is_dir() or (path.exists() and partial_of(path).is_dir()):
         remove(path, hidden=path.with_name(f".replaced.{path.name}{PARTIAL}"))  # a rename cannot replace a folder
     os.replace(partial_of(path), path)
@@ -161,18 +214,34 @@ def put_in_place(path: Path) -> None:
 
 
 def remove(path: Path, hidden: Path | None = None) -> None:
-    """Delete a checkpoint; a folder is renamed first, so that a half-deleted one is never taken for a checkpoint."""
+    """Delete a checkpoint, then its records.
+
+    A folder is renamed first, so that a half-deleted one is never taken for a checkpoint.
+    """
+    belonging = records(path)
     if not path.is_dir():
         path.unlink(missing_ok=True)
-        return
-    if not path.name.endswith(PARTIAL):
-        path = path.rename(hidden or partial_of(path))
-    shutil.rmtree(path)
+    else:
+        if not path.name.endswith(PARTIAL):
+            path = path.rename(hidden or partial_of(path))
+        shutil.rmtree(path)
+    for record in belonging:
+        record.unlink(missing_ok=True)
+
+
+def set_aside(path: Path) -> None:
+    """Rename a checkpoint, so that it is recognised as one no longer, and remove its records."""
+    aside, belonging = path.with_name(path.name + SET_ASIDE), records(path)
+    remove(aside)  # left by an earlier resume; a rename does not replace a folder
+    path.rename(aside)
+    for record in belonging:
+        record.unlink(missing_ok=True)
 
 
 def not_written(path: Path, cause: object) -> CheckpointError:
     """The error of a save that failed."""
-    free = shutil.disk_usage(path.parent).free / 2**30
+    there = next(parent for parent in path.absolute().parents if parent.exists())
+    free = shutil.disk_usage(there).free / 2**30
     return CheckpointError(
         f"checkpoint {path} was not written: {cause} ({free:.2f} GiB free there). Earlier ones are untouched."
     )

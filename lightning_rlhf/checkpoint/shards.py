@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,17 +25,17 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor import empty as empty_sharded
 
 from lightning_rlhf.checkpoint.files import (
-    MANIFEST,
     STATE,
     CheckpointError,
-    digest,
     not_written,
     partial_of,
     plain,
-    put_in_place,
+    publish,
     remove,
     with_items,
 )
+from lightning_rlhf.checkpoint.records import MANIFEST, digest
+from lightning_rlhf.checkpoint.verification import first_not_finite
 
 _SHARDED = "sharded tensor"
 """Key of the mapping that replaces a sharded tensor in ``state.pt``."""
@@ -46,8 +46,15 @@ _Result = TypeVar("_Result")
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-def write_folder(checkpoint: dict[str, Any], path: Path) -> None:
+def write_folder(checkpoint: dict[str, Any], path: Path, buffers: Collection[str] = ()) -> None:
     """Write a checkpoint whose sharded tensors are DTensors; called on every rank. Complete or absent, like a file.
+
+    It gets a record, like a file: each rank checks its own slices, before they are written.
+
+    Args:
+        checkpoint: its content.
+        path: of the folder.
+        buffers: names in the ``state_dict`` that are no weights and may be infinite.
 
     Raises:
         CheckpointError: on every rank, if any of them could not write its part; nothing is left behind, and an older
@@ -60,7 +67,8 @@ def write_folder(checkpoint: dict[str, Any], path: Path) -> None:
         _together(lambda: _prepare(partial) if rank == 0 else None)
         _together(lambda: dcp.save(shards, storage_writer=dcp.FileSystemWriter(partial, sync_files=True)))
         hashes = _together(lambda: {file.name: digest(file) for file in partial.glob(f"__{rank}_*.distcp")})
-        _together(lambda: _finish(state, hashes, path) if rank == 0 else None)
+        problem = next(filter(None, _together(lambda: first_not_finite(checkpoint, buffers))), None)
+        _together(lambda: _finish(state, hashes, path, problem, shards) if rank == 0 else None)
     except CheckpointError as error:
         if rank == 0:
             remove(partial)
@@ -106,7 +114,17 @@ def _prepare(partial: Path) -> None:
     partial.mkdir(parents=True)
 
 
-def _finish(state: Any, hashes: list[dict[str, Any]], path: Path) -> None:
+def _other_shapes(partial: Path, shards: dict[str, Tensor]) -> str | None:
+    """What differs between the sharded tensors of a folder and those in memory, in words."""
+    written = shapes_of_shards(partial)
+    wanted = {name: tuple(tensor.shape) for name, tensor in shards.items()}
+    differing = sorted(name for name in written.keys() | wanted.keys() if written.get(name) != wanted.get(name))
+    return f"its sharded tensors are not those in memory, {differing[0]} first" if differing else None
+
+
+def _finish(
+    state: Any, hashes: list[dict[str, Any]], path: Path, problem: str | None, shards: dict[str, Tensor]
+) -> None:
     """Rank 0: add state and manifest once all ranks' shards are on disk, then rename the folder."""
     partial = partial_of(path)
     _write(partial / STATE, lambda file: torch.save(state, file))
@@ -116,7 +134,8 @@ def _finish(state: Any, hashes: list[dict[str, Any]], path: Path) -> None:
     missing = sorted(files.keys() ^ ({file.name for file in partial.iterdir()} - {MANIFEST}))
     if missing:
         raise CheckpointError(f"files are missing or too many: {', '.join(missing)}")
-    put_in_place(path)
+    problem = problem or _other_shapes(partial, shards)
+    publish(path, problem, digest(partial / MANIFEST) | {"iteration": state.get("iteration")})
 
 
 def _write(path: Path, write: Callable[[Any], Any]) -> None:
@@ -156,8 +175,10 @@ def read_checkpoint(path: Path, mesh: DeviceMesh | None = None) -> dict[str, Any
     return _put_back(state, shards)
 
 
-def shapes_of_shards(path: Path, part: str) -> dict[str, tuple[int, ...]]:
-    """Shapes of the whole sharded tensors below a top-level key of a folder, by their names there; reads no tensor.
+def shapes_of_shards(path: Path, part: str = "") -> dict[str, tuple[int, ...]]:
+    """Shapes of the whole sharded tensors of a folder, or of those below a top-level key by their names there.
+
+    Reads no tensor.
 
     Raises:
         CheckpointError: the folder is damaged.
@@ -166,10 +187,11 @@ def shapes_of_shards(path: Path, part: str) -> dict[str, tuple[int, ...]]:
         entries = _Reader(path).read_metadata().state_dict_metadata
     except (OSError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
+    prefix = f"{part}." if part else ""
     return {
-        name.removeprefix(f"{part}."): tuple(entry.size)
+        name.removeprefix(prefix): tuple(entry.size)
         for name, entry in entries.items()
-        if name.startswith(f"{part}.") and isinstance(entry, TensorStorageMetadata)
+        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
     }
 
 

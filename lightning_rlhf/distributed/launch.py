@@ -100,8 +100,8 @@ def start(config: Mapping[str, Any], processes: int) -> dict[str, float]:
     Raises:
         InputError: a process refused its input; it has printed why.
         RunFailed: a process failed; it has printed why.
-        Interrupted: SIGINT, SIGTERM or SIGHUP; the processes have ended between two iterations, or at once after a
-            second one.
+        Interrupted: SIGINT, SIGTERM, SIGHUP, SIGUSR1; the processes have ended between two iterations, or at once
+            after a second one.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch

@@ -59,7 +59,7 @@ def start(config: Mapping[str, Any]) -> dict[str, float]:
     Raises:
         InputError: there is no such cluster, it lacks the resources, or the configuration cannot work.
         RunFailed: workers failed more often than ``trainer.ray.max_failures``.
-        Interrupted: SIGINT, SIGTERM or SIGHUP; the workers have ended between two iterations, or at once after a
+        Interrupted: SIGINT, SIGTERM, SIGHUP, SIGUSR1; the workers have ended between two iterations, or at once after a
             second one.
     """
     settings = build(RaySettings, "trainer.ray", config["trainer"]["ray"])

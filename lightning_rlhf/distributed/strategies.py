@@ -147,7 +147,7 @@ class FSDP2Strategy(strategies.ModelParallelStrategy):
         """
         path = Path(self.broadcast(filepath))
         if self._save_distributed_checkpoint:
-            write_folder(checkpoint, path)
+            write_folder(checkpoint, path, getattr(self.checkpoint_io, "buffers", ()))
             return
         content = _collected(checkpoint, keep=self.is_global_zero)
         if self.is_global_zero:

@@ -62,7 +62,8 @@ class Judge:
 
 def main(connection: Connection, limit: float) -> None:
     """Answer requests until the other side is gone."""
-    for number in (signal.SIGINT, signal.SIGHUP):  # a terminal sends them to all its processes; the run handles them
+    # A terminal sends the first two, and SLURM the third, to all processes; the run handles them.
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, whatever it computes
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it would warn that its own time limit is off

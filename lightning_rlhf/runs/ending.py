@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rlhf.checkpoint.files import CheckpointError, iteration_of
+from lightning_rlhf.checkpoint.records import problem_of
 from lightning_rlhf.control import TrainingFailed
 from lightning_rlhf.distributed.processes import is_first
 from lightning_rlhf.interruption import Interrupted, from_signal
@@ -93,7 +94,7 @@ def how_to_go_on(config: Mapping[str, Any]) -> list[str]:
     output = Path(config["output_dir"]).absolute()
     lines = [f"output folder: {output}"]
     folder = checkpoint_folder(config)
-    found = [path for path in folder.glob("*.ckpt") if iteration_of(path) >= 0]
+    found = [path for path in folder.glob("*.ckpt") if iteration_of(path) >= 0 and problem_of(path) is None]
     resumed = config.get("resume") if config.get("resume") != "latest" else None
     newest = max(found, key=iteration_of) if found else None
     if newest is not None and (resumed is None or newest != Path(resumed).absolute()):

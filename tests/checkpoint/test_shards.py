@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lightning_rlhf.assembly import find_checkpoint
 from lightning_rlhf.checkpoint import AtomicCheckpointIO, CheckpointError, IterationCheckpoint, latest_valid, verify
+from lightning_rlhf.checkpoint.files import remove
+from lightning_rlhf.checkpoint.retention import superseded
 from lightning_rlhf.checkpoint.shards import read_checkpoint, write_folder
 from lightning_rlhf.models.sharding import placed
 
@@ -110,7 +112,8 @@ def test_folders_are_removed_and_set_aside(two: list[Path], tmp_path: Path) -> N
     leftover = two[0].with_name(".iteration_000009.ckpt.partial")
     leftover.mkdir()
     (leftover / "half").touch()
-    callback._remove_old()
+    for old in superseded(callback.checkpoints, keep=1):
+        remove(old)
     assert callback.checkpoints == [two[1]]
     aside = two[1].with_name(two[1].name + ".set_aside")
     aside.mkdir()  # of an earlier resume

@@ -238,6 +238,9 @@ SEEN_OTHERWISE = {
     "resume_on_other_data",  # data/test_fingerprint.py: other data is refused without it
     "rollout.max_staleness",  # rollout/test_ahead.py: a stale rollout is drawn again
     "callbacks.samples_table.unsafe_rows",  # callbacks/test_samples_table.py: how many unsafe draws are written
+    "callbacks.checkpoint.asynchronous",  # checkpoint/test_background.py: whether training goes on meanwhile
+    "callbacks.checkpoint.probe",  # checkpoint/test_verification.py: what the record says was checked
+    "callbacks.checkpoint.copy_to",  # checkpoint/test_copies.py: what lies there
     "model.policy.npu_fused",  # accelerators/test_npu_fused.py: layers are exchanged
     "trainer.accelerator",  # test_cli.py: an unknown one is refused
     "unsupported_precision",  # test_precision.py: what happens without the arithmetic
