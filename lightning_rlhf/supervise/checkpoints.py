@@ -20,6 +20,14 @@ def sidecar(checkpoint: Path, kind: str) -> Path:
     return checkpoint.with_name(f"{checkpoint.stem}.{kind}.json")
 
 
+def has(checkpoint: Path, kind: str) -> bool:
+    """Whether such a file is beside it and of this checkpoint, not of one of the same name that was set aside."""
+    try:
+        return sidecar(checkpoint, kind).stat().st_mtime >= checkpoint.stat().st_mtime
+    except FileNotFoundError:
+        return False
+
+
 def iteration_of(checkpoint: Path) -> int:
     """The iteration in its name, -1 without one."""
     found = _NAME.fullmatch(checkpoint.name)
@@ -57,18 +65,18 @@ def newest(folder: Path, *, back: bool = False) -> Path | None:
     """
     found = [path for path in folder.glob("[!.]*.ckpt") if iteration_of(path) >= 0]
     found.sort(key=iteration_of, reverse=True)
-    verified = [path for path in found if sidecar(path, "verified").exists()]
+    verified = [path for path in found if has(path, "verified")]
     good = [path for path in verified if whole(path)] or [path for path in found if whole(path)]
     if not good or not back:
         return good[0] if good else None
-    return next((path for path in good if not sidecar(path, "suspect").exists()), good[-1])
+    return next((path for path in good if not has(path, "suspect")), good[-1])
 
 
 def mark_suspect(checkpoint: Path, crash: dict[str, Any]) -> None:
     """Add a crash to the mark beside the checkpoint that it began from."""
     mark = sidecar(checkpoint, "suspect")
     try:
-        crashes = json.loads(mark.read_text(encoding="utf-8"))["crashes"]
+        crashes = json.loads(mark.read_text(encoding="utf-8"))["crashes"] if has(checkpoint, "suspect") else []
     except (FileNotFoundError, ValueError, KeyError):
         crashes = []
     write_whole(mark, json.dumps({"crashes": [*crashes, crash]}, ensure_ascii=False, indent=1) + "\n")

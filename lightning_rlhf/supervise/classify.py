@@ -34,6 +34,9 @@ _BY_EXIT = {
 _INVALID = 2
 """Exit code of refused input."""
 
+_SCREEN = 12
+"""Lines of a refusal that are kept."""
+
 _BY_TEXT = (
     ("out_of_memory", r"out of memory|OutOfMemory|MemoryError|can't allocate memory|cannot allocate memory"),
     ("disk", r"no space left on device|disk quota exceeded|read-only file system|was not written: "),
@@ -79,6 +82,8 @@ class Ended:
         if self.code < 0 or self.code > 128:
             return f"ended by {_name(self.exit_code - 128)}"
         lines = [line for line in self.output.splitlines() if line.strip()]
+        if self.code == _INVALID:  # one screen, which begins with what is wrong
+            return "\n".join(lines[-_SCREEN:]) or "refused input"
         return lines[-1].strip() if lines else f"exit code {self.code}"
 
 

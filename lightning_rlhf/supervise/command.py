@@ -150,6 +150,8 @@ class Supervisor:
         """Write down that an attempt begins; its checkpoint, if chosen here, and its words for ``train``."""
         state, pending = self._state, self._state.pending
         began = Path(pending["checkpoint"]) if pending and pending["checkpoint"] else None
+        if began is not None and not began.exists():  # removed since
+            began = checkpoints.newest(began.parent)
         if pending and began is None:
             self._close("it ended before its first checkpoint, and was started again")
         words = self._next_words(began)
@@ -243,10 +245,10 @@ class Supervisor:
     def _in_words(decision: Decision, chosen: Path | None) -> str:
         if not decision.retry:
             return str(decision)
-        place = (
-            f"from iteration {checkpoints.iteration_of(chosen)}" if chosen else "from the beginning (no checkpoint yet)"
-        )
-        return f"{decision}; {place}"
+        place = "where the run began, as it has no checkpoint yet"
+        if chosen is not None:
+            place = f"iteration {checkpoints.iteration_of(chosen)}"
+        return f"{decision}; from {place}"
 
     def _content(
         self, end: Ended, beat: Beat | None, words: Sequence[str], suspect: Path | None, began: Path | None

@@ -79,10 +79,18 @@ def recorded() -> Iterator[None]:
 
 
 def _write(folder: Path, error: Exception) -> None:
-    """The first error of all processes stays: those of others often follow from it."""
+    """The first error of all processes stays, as those of others often follow from it.
+
+    Unless the one that started them says that one was killed: the others report no more than a lost connection.
+    """
+    kind = kind_of(error)
+    earlier = files.read(folder / files.END) or {}
+    is_cause = (
+        isinstance(error, RunFailed) and kind == "killed" and earlier.get("class") in ("communication", "unknown")
+    )
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))[-_LONGEST:]
     content = {
-        "class": kind_of(error),
+        "class": kind,
         "exception": type(error).__name__,
         "message": passwords.hidden(str(error)),
         "origin": passwords.hidden(str(getattr(error, "origin", ""))),
@@ -93,8 +101,11 @@ def _write(folder: Path, error: Exception) -> None:
     own = folder / f".{files.END}.{os.getpid()}"
     try:
         own.write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")
-        with suppress(FileExistsError):
-            os.link(own, folder / files.END)
+        if is_cause:
+            os.replace(own, folder / files.END)
+        else:
+            with suppress(FileExistsError):
+                os.link(own, folder / files.END)
     except OSError as failure:
         log.warning("the error was not recorded for the supervisor: %s", failure)
     finally:

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,8 @@ def heartbeat() -> list[Callback]:
 class Heartbeat(RLHFCallback):
     """Writes a small file at every stage of an iteration, and one with metrics and decisions at its end, on rank 0.
 
-    A file that cannot be written (a full disk) is no reason to end the training: it is a warning, and the supervisor
-    sees no beat.
+    A file that cannot be written (a full disk) is no reason to end the training: it is a warning, and the time of the
+    last file is the sign of life.
 
     Args:
         folder: of the files.
@@ -46,6 +47,7 @@ class Heartbeat(RLHFCallback):
         self._folder = folder
         self._count, self._place, self._since = 0, ("", -1), 0.0
         self._decisions: deque[dict[str, Any]] = deque(maxlen=KEPT)
+        self._warned = False
 
     def beat(self, trainer: Trainer, module: LightningModule, stage: str, *, training: bool = True) -> None:
         """A stage begins or goes on."""
@@ -58,7 +60,9 @@ class Heartbeat(RLHFCallback):
         try:
             Beat(iteration, stage, training, time.time(), os.getpid(), self._count).write(self._folder)
         except OSError as error:
-            log.warning("the heartbeat for the supervisor was not written: %s", error)
+            self._warn(error)
+            with suppress(OSError):
+                os.utime(self._folder / files.BEAT)  # needs no space
 
     def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         stacks_on_request(self._folder)
@@ -117,7 +121,12 @@ class Heartbeat(RLHFCallback):
         try:
             files.write(self._folder / files.LAST, content)
         except OSError as error:
-            log.warning("the last metrics were not written for the supervisor: %s", error)
+            self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        if not self._warned:
+            log.warning("nothing can be written for the supervisor, which will know less: %s", error)
+        self._warned = True
 
     def _tell_loggers(self, trainer: Trainer, module: LightningModule) -> None:
         """Tags, reports and one decision for the record of the run: why this attempt began, and what it changed."""

@@ -111,9 +111,9 @@ def _watched(process: subprocess.Popen[bytes], folder: Path, watch: Watch) -> tu
     while True:
         with suppress(subprocess.TimeoutExpired):
             process.wait(_POLL_SECONDS)
-            watch.see(Beat.read(folder))
+            watch.look(folder)
             return "", watch.beat
-        watch.see(Beat.read(folder))
+        watch.look(folder)
         if hang := watch.overdue:
             _ask_for_stacks(process.pid, folder)
             return hang, watch.beat

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
+from lightning_rlhf.supervise import files
 from lightning_rlhf.supervise.files import Beat
 from lightning_rlhf.supervise.settings import Settings
 
@@ -21,14 +24,20 @@ class Watch:
         self._settings, self._clock = settings, clock
         self._began = self._since = clock()
         self.beat: Beat | None = None
+        self._touched = 0.0
         self._longest = 0.0
         self._training = False
 
-    def see(self, beat: Beat | None) -> None:
-        """Take the newest beat, which may be the same as before."""
-        if beat is None or beat == self.beat:
+    def look(self, folder: Path) -> None:
+        """Read the newest beat from this folder."""
+        with suppress(FileNotFoundError):
+            self.see(Beat.read(folder), (folder / files.BEAT).stat().st_mtime)
+
+    def see(self, beat: Beat | None, touched: float = 0.0) -> None:
+        """Take the newest beat and the time of its file; both may be the same as before."""
+        if beat is None or (beat, touched) == (self.beat, self._touched):
             return
-        now = self._clock()
+        now, self._touched = self._clock(), touched
         if self._training:
             self._longest = max(self._longest, now - self._since)
         self.beat, self._since = beat, now

@@ -22,6 +22,7 @@ from lightning_rlhf.control import TrainingFailed
 from lightning_rlhf.errors import InputError, SettingError
 from lightning_rlhf.memory import OutOfMemory
 from lightning_rlhf.rewards import RewardError
+from lightning_rlhf.runs.ending import RunFailed
 from lightning_rlhf.supervise import checkpoints, files, kernel, report
 from lightning_rlhf.supervise.classify import CLASSES, Ended, classify
 from lightning_rlhf.supervise.ending import kind_of, recorded
@@ -115,12 +116,24 @@ def test_the_first_error_of_all_processes_is_recorded(tmp_path: Path, monkeypatc
         raise TrainingFailed("at http://me:secret@host")
     with pytest.raises(ConnectionError), recorded():
         raise ConnectionError("the other one has gone")
+    with pytest.raises(RunFailed), recorded():
+        raise RunFailed("process 1 of 2 ended with signal 9, and the others were ended with it")
     record = files.read(tmp_path / files.END)
     assert record is not None and record["class"] == "divergence" and record["exception"] == "TrainingFailed"
     assert "raise TrainingFailed" in record["traceback"] and "secret" not in json.dumps(record)
     assert os.listdir(tmp_path) == [files.END], "no temporary file"
     end = Ended(1, record=record)
     assert end.error == "TrainingFailed: at http://me:***@host"
+
+
+def test_a_killed_process_is_the_cause_of_lost_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(files.VARIABLE, str(tmp_path))
+    with pytest.raises(ConnectionError), recorded():
+        raise ConnectionError("Connection reset by peer")
+    with pytest.raises(RunFailed), recorded():
+        raise RunFailed("process 1 of 2 ended with signal 9, and the others were ended with it")
+    record = files.read(tmp_path / files.END)
+    assert record is not None and record["class"] == "killed" and "process 1 of 2" in record["message"]
 
 
 # --- the policy ------------------------------------------------------------------------------------------------------
@@ -199,6 +212,7 @@ def test_words_and_a_file_change_the_shipped_settings(tmp_path: Path, monkeypatc
     chosen, words = read([f"supervise={own}", "iterations=3", "supervise.soon=0", "supervise.hang_after=null"])
     assert words == ["iterations=3"] and (chosen.retries, chosen.soon, chosen.hang_after) == (7, 0, None)
     assert chosen.notify == ["json://host/secret"] and chosen.policy["hang"] == []
+    assert settings('notify=["${oc.env:MY_HOOK}"]').notify == ["json://host/secret"]
     assert chosen.policy["killed"] == settings().policy["killed"]
     shipped = yaml.safe_load((ROOT / "conf" / "supervise.yaml").read_text(encoding="utf-8"))
     assert {name: getattr(settings(), name) for name in shipped} == shipped
@@ -304,6 +318,20 @@ def test_a_hang_is_a_pause_longer_than_all_before() -> None:
     assert watch.overdue == "no sign of life for 33 s since 'rollout' of iteration 3 began or went on"
 
 
+def test_a_full_disk_is_no_hang(tmp_path: Path) -> None:
+    """The file cannot be replaced, but its time can be set."""
+    now = [0.0]
+    watch = Watch(settings("hang_after=10"), clock=lambda: now[0])
+    watch.look(tmp_path)
+    beat(1).write(tmp_path)
+    watch.look(tmp_path)
+    now[0] = 9.0
+    os.utime(tmp_path / files.BEAT, (5.0, 5.0))
+    watch.look(tmp_path)
+    now[0] = 18.0
+    assert not watch.overdue
+
+
 def test_a_training_that_never_begins_hangs_too() -> None:
     now = [0.0]
     watch = Watch(settings("start_within=100"), clock=lambda: now[0])
@@ -345,6 +373,16 @@ def test_going_back_leaves_out_suspect_checkpoints(tmp_path: Path) -> None:
     assert checkpoints.newest(tmp_path, back=True) == paths[0], "all are suspect: the oldest"
 
 
+def test_a_mark_of_an_earlier_checkpoint_of_that_name_does_not_count(tmp_path: Path) -> None:
+    path, other = checkpoint(tmp_path, 4), checkpoint(tmp_path, 2)
+    checkpoints.mark_suspect(path, {"attempt": 1})
+    later = path.stat().st_mtime + 10
+    os.utime(path, (later, later))
+    assert checkpoints.newest(tmp_path, back=True) == path
+    os.utime(checkpoints.sidecar(path, "suspect"), (later + 1, later + 1))
+    assert checkpoints.newest(tmp_path, back=True) == other
+
+
 def test_a_damaged_folder_of_shards_is_not_whole(tmp_path: Path) -> None:
     folder = tmp_path / "iteration_000002.ckpt"
     folder.mkdir()
@@ -384,6 +422,14 @@ def test_kills_for_want_of_memory_are_counted_in_the_groups_file(
     assert kernel.oom_kills() == 0
     events.write_text("low 0\noom 3\noom_kill 2\n", encoding="utf-8")
     assert kernel.oom_kills() == 2
+
+
+def test_the_log_has_as_many_lines_as_asked_for(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    assert report.log_tail(log, 3) == ""
+    log.write_text("".join(f"line {number} at http://a:b@c\n" for number in range(100)), encoding="utf-8")
+    assert report.log_tail(log, 2) == "line 98 at http://a:***@c\nline 99 at http://a:***@c"
+    assert report.log_tail(log, 0) == ""
 
 
 def test_the_environment_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:

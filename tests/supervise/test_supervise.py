@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from mlflow import MlflowClient
 
 from lightning_rlhf import cli
 from lightning_rlhf.supervise.files import Beat
@@ -25,13 +26,18 @@ from tests.runs.test_resume_command import (
     runs_in,
     train,
 )
+from tests.supervise.test_notify import Webhook, webhook  # noqa: F401
 
 pytestmark = pytest.mark.slow
 
 PATIENCE = 400.0
 
 TROUBLE = """
-import time
+import os, signal, time
+from pathlib import Path
+
+import torch
+
 from lightning_rlhf.callbacks import RLHFCallback
 
 
@@ -46,6 +52,22 @@ class Diverges(RLHFCallback):
             module.control.stop_training("the loss is NaN", failed=True)
 
 
+class Once(RLHFCallback):
+    '''Out of memory in iteration 3, or killed in the first rollout, once.'''
+
+    def __init__(self, how):
+        self.how, self.mark = how, Path("once")
+
+    def on_rollout_end(self, trainer, module, rollout):
+        iteration = module.control.iteration
+        if self.mark.exists() or iteration != {"memory": 3, "kill": 1}[self.how]:
+            return
+        self.mark.touch()
+        if self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise torch.OutOfMemoryError("CUDA out of memory, planted")
+
+
 class Reward:
     def __init__(self, how):
         self.how = how
@@ -58,6 +80,7 @@ class Reward:
         return [0.0] * len(batch.prompts)
 """
 
+TEXTS = (".md", ".json", ".jsonl", ".log", ".yaml")
 FAST = ["supervise.wait=0"]
 
 
@@ -148,9 +171,20 @@ def test_a_misspelt_key_is_not_retried(project: Path, capfd: pytest.CaptureFixtu
     assert not list(project.glob("outputs/*/*")), "the folder of a run that never was"
 
 
-def test_an_error_of_a_reward_is_retried_once(trouble: Path, capfd: pytest.CaptureFixture) -> None:
-    """Then the supervisor gives up with the error, and MLflow has report and history."""
-    assert supervise(*TINY, reward("raise"), "hydra.run.dir=run", *FAST) == 1
+def test_an_error_of_a_reward_is_retried_once(
+    trouble: Path,
+    capfd: pytest.CaptureFixture,
+    webhook: Webhook,  # noqa: F811
+) -> None:
+    """Then the supervisor gives up with the error, MLflow has report and history, and people know of both."""
+    words = ["hydra.run.dir=run", *FAST, f"supervise.notify={webhook.address}"]
+    assert supervise(*TINY, reward("raise"), *words) == 1
+    assert [message["title"] for message in webhook.received] == [
+        "lightning-rlhf run: crash (user_code), trying again",
+        "lightning-rlhf run: given up (user_code)",
+    ]
+    assert "# Attempt 1: user_code" in webhook.received[0]["message"]
+    assert "secret" not in "".join(path.read_text() for path in (trouble / "run").rglob("*.*") if path.suffix in TEXTS)
     folder, error = trouble / "run", capfd.readouterr().err
     assert [each["class"] for each in state(folder)["attempts"]] == ["user_code", "user_code"]
     assert "the error of the last of 2 attempts:\nRewardError" in error and "7+7 is missing" in error
@@ -169,6 +203,39 @@ def test_a_used_up_budget_is_remembered_and_the_record_is_closed(trouble: Path, 
     status, history, tags = record(trouble / "run")
     assert status == "FAILED" and [step for step, _ in history["reward/mean"]] == [1, 2]
     assert "ended by SIGKILL" in tags["failure"] and "giving up" in tags["lightning_rlhf.attempt_01"]
+
+
+def test_changes_that_the_run_refuses_are_taken_back(trouble: Path, capfd: pytest.CaptureFixture) -> None:
+    """Half of the micro-batch's tokens are fewer than the longest sequence has."""
+    words = ["+callbacks.once={_target_: trouble.Once, how: memory}", "hydra.run.dir='run a=1'", *FAST, "logger=none"]
+    tokens = ["data.max_prompt_tokens=12", "module.update.micro_batch_tokens=20"]
+    policy = "supervise.policy.out_of_memory=[{module.update.micro_batch_tokens: '* 0.5'}]"
+    assert supervise(*TINY, *words, *tokens, policy) == 0
+    first, refused, second = state(trouble / "run a=1")["attempts"]
+    assert "micro_batch_tokens 20 -> 10" in first["next"] and refused["changes"] == {
+        "module.update.micro_batch_tokens": 10
+    }
+    assert refused["class"] == "configuration" and "micro_batch_tokens 10 -> 20" in refused["next"]
+    assert second["changes"] == {} and (trouble / "run a=1" / "crashes" / "attempt_02.md").exists()
+    assert "module.update.micro_batch_tokens = 10" in capfd.readouterr().err
+
+
+def test_a_run_without_checkpoint_begins_again(trouble: Path) -> None:
+    """In the same folder; its first MLflow run is closed."""
+    assert supervise(*TINY, "+callbacks.once={_target_: trouble.Once, how: kill}", "hydra.run.dir=run", *FAST) == 0
+    status, history, _ = record(trouble / "run")
+    assert status == "FINISHED" and [step for step, _ in history["reward/mean"]] == [1, 2, 3, 4]
+    client = MlflowClient(f"sqlite:///{trouble}/mlflow/mlflow.db")
+    experiment = client.get_experiment_by_name("lightning_rlhf")
+    assert sorted(run.info.status for run in client.search_runs([experiment.experiment_id])) == ["FAILED", "FINISHED"]
+
+
+def test_one_of_two_processes_is_killed(project: Path) -> None:  # noqa: F811
+    two = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "logger=none", *FAST]
+    assert supervise(*TINY, *ended("kill"), *two, "hydra.run.dir=run") == 0
+    first, second = state(project / "run")["attempts"]
+    assert (first["class"], second["class"], second["from"]) == ("killed", "done", 2)
+    assert "process 0 of 2 ended with signal 9" in first["error"] and last(project / "run")["iteration"] == 4
 
 
 def test_a_hang_is_killed_and_its_stacks_are_kept(trouble: Path, capfd: pytest.CaptureFixture) -> None:
