@@ -7,7 +7,7 @@ TORCH ?= torch==2.13.0
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -q --disable-pip-version-check
-DEV_EXTRAS ?= dev,data,gguf,lora,math,prompts,ray,tensorboard
+DEV_EXTRAS ?= dev,data,gguf,lora,math,notify,prompts,ray,tensorboard
 # WORKERS processes run the tests, a file of tests each at a time and one thread each; with 0 one after the other.
 # Several GB of memory for each: vLLM may start in all of them.
 WORKERS ?= 2

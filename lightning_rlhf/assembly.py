@@ -40,6 +40,7 @@ from lightning_rlhf.schema import NOT_HANDED_OVER, InputError, get
 from lightning_rlhf.schema.batch_sizes import settings_of
 from lightning_rlhf.schema.locate import locate
 from lightning_rlhf.screening import reply_tokens
+from lightning_rlhf.supervise.heartbeat import heartbeat
 from lightning_rlhf.warmup import WarmUp
 
 log = logging.getLogger(__name__)
@@ -177,6 +178,7 @@ def make_trainer(config: Mapping[str, Any], *, train: bool = True) -> Trainer:
     if train:
         # Always there: without it a resumed run would not continue bit for bit.
         callbacks.append(RNGState())
+        callbacks += heartbeat()
         for name, block in (config["callbacks"] or {}).items():
             if block is not None:
                 with building(f"callbacks.{name}"):

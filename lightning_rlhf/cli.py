@@ -1,4 +1,4 @@
-"""The command ``lightning-rlhf train | eval | export | prompts | serve``. Verbs import heavy packages when needed."""
+"""The command ``lightning-rlhf`` and its verbs, which import heavy packages when needed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from lightning_rlhf.runs.resume import Resumption
 
-VERBS = ("train", "eval", "export", "prompts", "serve")
+VERBS = ("train", "supervise", "eval", "export", "prompts", "serve")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0, 2 for invalid input (explained on one screen), 1 for any other failure, 130 after Ctrl-C,
-        143 after SIGTERM, 129 after SIGHUP and 138 after SIGUSR1.
+        143 after SIGTERM, 129 after SIGHUP and 138 after SIGUSR1. ``supervise --once`` has further ones.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("help", "-h", "--help"):
@@ -40,8 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments[0] == "--version":
         print(__version__)
         return 0
-    verbs: dict[str, Callable[[list[str]], None]] = {
+    verbs: dict[str, Callable[[list[str]], int | None]] = {
         "train": _train,
+        "supervise": _supervise,
         "eval": _eval,
         "export": _export,
         "prompts": _prompts,
@@ -66,12 +67,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(verbs[verb], rest, wanted)
 
 
-def _run(verb: Callable[[list[str]], None], arguments: list[str], full_errors: bool) -> int:
+def _run(verb: Callable[[list[str]], int | None], arguments: list[str], full_errors: bool) -> int:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        verb(arguments)
+        return verb(arguments) or 0
     except (InputError, HydraException, OmegaConfBaseException) as error:
         if full_errors:
             traceback.print_exc()
@@ -108,7 +109,6 @@ def _run(verb: Callable[[list[str]], None], arguments: list[str], full_errors: b
             file=sys.stderr,
         )
         return 1
-    return 0
 
 
 # --- verbs -----------------------------------------------------------------------------------------------------------
@@ -170,6 +170,13 @@ def _train(arguments: list[str]) -> None:
     jobs.report()
     if refused:
         raise refused[0]
+
+
+def _supervise(arguments: list[str]) -> int:
+    from lightning_rlhf.supervise.command import supervise
+
+    with files_usable():
+        return supervise(arguments)
 
 
 def _resumed(arguments: list[str], shared: str | None) -> tuple[list[str], Resumption | None]:

@@ -9,6 +9,7 @@ COMMAND = """\
 lightning-rlhf {version}: reinforcement learning of language models
 
   lightning-rlhf train  [key=value ...]                           train; without arguments, the quickstart
+  lightning-rlhf supervise [key=value ...] [--once]               train, and try again with judgement after a crash
   lightning-rlhf eval   checkpoint=RUN_OR_FILE [key=value ...]    score held-out prompts with a checkpoint
   lightning-rlhf export checkpoint=RUN_OR_FILE output=FOLDER      write a Hugging Face folder
   lightning-rlhf prompts RUN [--why KEY] [--map FOLDER] ...       the prompts that stand out, and why; a map
@@ -111,6 +112,32 @@ examples
   lightning-rlhf prompts latest --screen new.jsonl --export screened
 """
 
+SUPERVISE = """\
+lightning-rlhf supervise [words of train ...] [supervise.key=value ...] [supervise=FILE] [--once]
+
+Starts `lightning-rlhf train` with these words and watches it. After a crash it writes a report, goes on from the newest
+good checkpoint in the same folder and the same tracked run, and changes settings only if the crash comes back. A wrong
+configuration is not retried, an error in your own code once. Ctrl-C and other signals are passed on: no retry.
+
+  supervise.retries=3           retries at most, counted in the run's folder; anew after progress (renew_after=20)
+  supervise.soon=2              a crash so many iterations after the last is the same trouble: the next step is tried
+  supervise.wait=5              seconds between two attempts
+  supervise.hang_after=1800     seconds without a sign of life after which the training is killed; null: never
+  supervise.start_within=7200   seconds until the first iteration begins (loading, warm-up); null: no limit
+  supervise.notify=[ADDRESS]    people told by apprise (extra notify): Slack, DingTalk, e-mail, any webhook
+  supervise=FILE                a file of the form of conf/supervise.yaml, where the table of what is tried is
+  --once                        one attempt; the exit code is the judgement, for SLURM and Kubernetes: 0 done, 75 start
+                                this command again, 76 the same (settings will be changed), 1 do not, 2 wrong
+                                configuration, 128 + n stopped by signal n
+
+examples
+  lightning-rlhf supervise experiment=smollm2_arithmetic
+  lightning-rlhf supervise resume=outputs/2026-01-31/12-00-00
+  lightning-rlhf supervise --once hydra.run.dir=runs/a resume=latest iterations=300
+
+Reports: crashes/attempt_01.md in the run's folder. More: docs/supervision.md
+"""
+
 SERVE = """\
 lightning-rlhf serve [option=value ...] [key=value ...] [-- options of vLLM ...]
 
@@ -137,7 +164,7 @@ examples
 def help_text(verb: str | None = None) -> str:
     """Help of a verb, or of the command."""
     if verb != "train":
-        texts = {"eval": EVAL, "export": EXPORT, "prompts": PROMPTS, "serve": SERVE}
+        texts = {"eval": EVAL, "export": EXPORT, "prompts": PROMPTS, "serve": SERVE, "supervise": SUPERVISE}
         return texts.get(verb or "", COMMAND.format(version=__version__))
     width = max(len(name) for name in groups())
     lines = [f"  {name:<{width}}  {', '.join(options)}" for name, options in groups().items()]

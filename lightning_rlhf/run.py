@@ -22,6 +22,7 @@ from lightning_rlhf.runs.ending import failing, told
 from lightning_rlhf.runs.folder import starts
 from lightning_rlhf.runs.refusal import refuse_other_data, refuse_other_model
 from lightning_rlhf.runs.resume import read_settings
+from lightning_rlhf.supervise.ending import begin, recorded
 
 
 def run(plain: dict[str, Any]) -> dict[str, float]:
@@ -43,9 +44,11 @@ def run(plain: dict[str, Any]) -> dict[str, float]:
         own_warnings_in_words(),
         Signals(),
         run_log(plain["output_dir"], first=is_first()),
+        recorded(),
         told(plain, speaks=is_first()),
         failing(),
     ):
+        begin(plain, first=is_first())
         return _run(plain)
 
 

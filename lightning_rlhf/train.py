@@ -22,8 +22,10 @@ from lightning_rlhf.runs.ending import failing
 from lightning_rlhf.runs.recompose import Composition
 from lightning_rlhf.runs.refusal import refuse_a_used_folder, refuse_an_empty_branch
 from lightning_rlhf.runs.resume import Resumption, planned, planned_from, value_in
+from lightning_rlhf.supervise.ending import recorded
 
 
+@recorded()
 @failing()
 def train(
     config: DictConfig, *, resumption: Resumption | None = None, composition: Composition | None = None

@@ -48,6 +48,7 @@ FLOORS: list[set[str]] = [
         "export",
         "evaluate",
         "prompts",
+        "supervise",
     },
 ]
 """Lowest floor first; the longest matching name counts. A module may import from its own floor and those below."""

