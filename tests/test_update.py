@@ -328,6 +328,17 @@ def test_norms_are_per_group_and_before_clipping() -> None:
     assert b.grad.tolist() == pytest.approx([0.3, 0.4])
 
 
+def test_a_group_counts_as_clipped_where_its_norm_is_over_its_limit() -> None:
+    """Without a limit nothing is clipped, whatever the norm."""
+    seen = {}
+    for actor, critic in ((1e-6, None), (1e6, 1e-6)):
+        module = tiny_module(iterations=1, actor={"clip_norm": actor}, critic={"clip_norm": critic})
+        fit(module, [recorder := Recorder()])
+        seen[actor] = [stats.clipped for stats in recorder.of("on_minibatch_end")]
+    assert seen[1e-6] and all(clipped == {"actor": True, "critic": False} for clipped in seen[1e-6])
+    assert seen[1e6] and all(clipped == {"actor": False, "critic": True} for clipped in seen[1e6])
+
+
 def test_float16_gradients_are_clipped_without_their_loss_scale() -> None:
     """Loss scale 1024, true norm 2, limit 1: norm 2 is reported and norm 1 reaches the optimiser."""
     limit = {"lr": 1e-3, "clip_norm": 1.0}

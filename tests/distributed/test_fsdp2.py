@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from lightning_rlhf.assembly import load_checkpoint
 from lightning_rlhf.callbacks import RLHFCallback
 from lightning_rlhf.checkpoint import latest_valid, verify
 from lightning_rlhf.checkpoint.shards import read_checkpoint
@@ -218,7 +219,7 @@ def test_four_ranks_resume(runs: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_export_and_eval_of_a_folder(runs: Path, tmp_path: Path) -> None:
+def test_export_and_eval_of_a_folder(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = runs / "whole" / "checkpoints" / "iteration_000003.ckpt"
     exported = export_checkpoint(str(path), str(tmp_path / "out"))
     plain = AutoModelForCausalLM.from_pretrained(exported).state_dict()
@@ -231,3 +232,10 @@ def test_export_and_eval_of_a_folder(runs: Path, tmp_path: Path) -> None:
         logged = [row for row in csv.DictReader(file) if row["eval/exact_match"]][-1]
     assert {"eval/exact_match", "eval/reward_mean", "eval/response_length_mean"} <= numbers.keys()
     assert numbers == pytest.approx({name: float(logged[name]) for name in numbers}, rel=1e-6), "as two ranks found"
+
+    def turned(where: str) -> tuple[Path, dict[str, Any]]:
+        place, saved = load_checkpoint(where)
+        return place, saved | {"state_dict": {name: -value for name, value in saved["state_dict"].items()}}
+
+    monkeypatch.setattr("lightning_rlhf.evaluate.load_checkpoint", turned)
+    assert evaluate_checkpoint(str(runs / "whole")) != numbers, "the weights of the folder are what is evaluated"
