@@ -50,6 +50,7 @@ def settings(*words: str) -> Settings:
         (Ended(137), "killed"),
         (Ended(-9, oom_kills=1), "out_of_memory"),
         (Ended(-9, hang="no sign of life for 5 s"), "hang"),
+        (Ended(-9, hang="no sign of life", record={"class": "out_of_memory"}), "out_of_memory"),
         (Ended(-9, passed=signal.SIGINT), "stopped"),
         (Ended(143, passed=signal.SIGTERM), "stopped"),
         (Ended(143), "preempted"),
