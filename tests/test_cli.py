@@ -140,7 +140,7 @@ def test_version_is_printed(capsys):
 def test_an_unknown_verb_is_refused(capsys):
     assert cli.main(["trian"]) == 2
     said = capsys.readouterr().err
-    assert "no verb 'trian'; did you mean train? There are: train, eval, export, prompts, serve" in said
+    assert "no verb 'trian'; did you mean train? There are: train, supervise, eval, export, prompts, serve" in said
     assert cli.main(["iterations=3", "seed=2"]) == 2
     assert "lightning-rlhf train iterations=3 seed=2" in capsys.readouterr().err
 

@@ -93,7 +93,7 @@ def classify(end: Ended) -> str:
         return DONE
     if end.passed:
         return STOPPED
-    if end.hang:
+    if end.hang and not end.record:  # one that hangs after its error, waiting for others, has said why
         return "hang"
     signalled = _BY_EXIT.get(end.exit_code - 128) if end.exit_code > 128 else None  # type: ignore[call-overload]
     recorded = str(end.record.get("class")) if end.record else None

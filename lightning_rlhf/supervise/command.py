@@ -94,6 +94,8 @@ def _run_folder(words: list[str]) -> tuple[Path, bool]:
     where, named = value_of(words, "resume"), value_of(words, "hydra.run.dir")
     if named is None and where == "latest":
         raise InputError("resume = 'latest' needs hydra.run.dir=FOLDER: otherwise each start has a new folder")
+    if "${" in f"{named}{where}":
+        raise InputError(f"{named or where!r} is not allowed: supervise needs the path of the folder, without ${{...}}")
     if named is not None or where is not None:
         folder = Path(str(named if named is not None else where)).expanduser().absolute()
         return folder, not folder.exists()

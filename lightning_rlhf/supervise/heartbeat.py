@@ -22,7 +22,7 @@ from lightning_rlhf.supervise.files import Beat
 log = logging.getLogger(__name__)
 
 AT_LEAST = 1.0
-"""Seconds between two beats of the same stage of the same iteration: minibatches may be many."""
+"""Seconds between two beats of the same stage of the same iteration, and between two records of metrics."""
 KEPT = 50
 """Decisions of callbacks that are kept for a crash report."""
 
@@ -48,6 +48,7 @@ class Heartbeat(RLHFCallback):
         self._count, self._place, self._since = 0, ("", -1), 0.0
         self._decisions: deque[dict[str, Any]] = deque(maxlen=KEPT)
         self._warned = False
+        self._noted = -AT_LEAST
 
     def beat(self, trainer: Trainer, module: LightningModule, stage: str, *, training: bool = True) -> None:
         """A stage begins or goes on."""
@@ -97,7 +98,7 @@ class Heartbeat(RLHFCallback):
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
         self.beat(trainer, module, "end of the iteration")
-        self._note(trainer, module)
+        self._note(trainer, module, at_once=False)
 
     def on_validation_batch_start(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
         self.beat(trainer, module, "evaluation", training=_iteration(module) > 0)
@@ -106,16 +107,19 @@ class Heartbeat(RLHFCallback):
         self.beat(trainer, module, "end")
 
     def on_exception(self, trainer: Trainer, module: LightningModule, exception: BaseException) -> None:
-        self._note(trainer, module)
+        self._note(trainer, module, at_once=True)
 
     # --- for reports -------------------------------------------------------------------------------------------------
 
-    def _note(self, trainer: Trainer, module: LightningModule) -> None:
-        """Keep what a crash report shows."""
+    def _note(self, trainer: Trainer, module: LightningModule, *, at_once: bool) -> None:
+        """Keep what a crash report shows; of short iterations not each, unless it has to be ``at_once``."""
         if not trainer.is_global_zero:
             return
         rows = [asdict(decision) for decision in getattr(getattr(module, "control", None), "decisions", [])]
         self._decisions += [row for row in rows if row not in self._decisions]
+        if not at_once and time.monotonic() - self._noted < AT_LEAST:
+            return
+        self._noted = time.monotonic()
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         content = {"iteration": _iteration(module), "metrics": metrics, "decisions": list(self._decisions)}
         try:

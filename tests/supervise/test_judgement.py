@@ -23,6 +23,7 @@ from lightning_rlhf.errors import InputError, SettingError
 from lightning_rlhf.memory import OutOfMemory
 from lightning_rlhf.rewards import RewardError
 from lightning_rlhf.runs.ending import RunFailed
+from lightning_rlhf.runs.folder import locked
 from lightning_rlhf.supervise import checkpoints, files, kernel, report
 from lightning_rlhf.supervise.classify import CLASSES, Ended, classify
 from lightning_rlhf.supervise.ending import kind_of, recorded
@@ -49,6 +50,7 @@ def settings(*words: str) -> Settings:
         (Ended(137), "killed"),
         (Ended(-9, oom_kills=1), "out_of_memory"),
         (Ended(-9, hang="no sign of life for 5 s"), "hang"),
+        (Ended(-9, hang="no sign of life", record={"class": "out_of_memory"}), "out_of_memory"),
         (Ended(-9, passed=signal.SIGINT), "stopped"),
         (Ended(143, passed=signal.SIGTERM), "stopped"),
         (Ended(143), "preempted"),
@@ -253,6 +255,7 @@ def test_settings_that_are_refused(word: str, said: str) -> None:
         (["--cfg", "job"], "--cfg is not allowed"),
         (["resume=latest"], "needs hydra.run.dir=FOLDER"),
         (["resume=a/iteration_000001.ckpt"], "needs hydra.run.dir=FOLDER beside it"),
+        (["hydra.run.dir='runs/${now:%Y}'"], "supervise needs the path of the folder"),
         (["lr"], "settings are written key=value"),
         (["supervise.notify=[nonsense://here]"], "supervise.notify[0] (nonsense://***) is no address"),
         (["supervise.retries=x"], "supervise.retries = 'x' is not allowed"),
@@ -265,6 +268,16 @@ def test_commands_that_are_refused(
     assert cli.main(["supervise", *words]) == 2
     assert said in capsys.readouterr().err
     assert not list(tmp_path.iterdir()), "nothing was made"
+
+
+def test_a_second_supervisor_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with locked(tmp_path / "run" / files.FOLDER):
+        assert cli.main(["supervise", "hydra.run.dir=run"]) == 2
+    assert "is at work in this folder" in capsys.readouterr().err
+    assert os.listdir(tmp_path / "run" / files.FOLDER) == [".lock"]
 
 
 def test_a_task_of_several_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
