@@ -48,6 +48,9 @@ class InTurn(IterationCheckpoint):
         def timed(*args: Any) -> None:
             start = time.perf_counter()
             if hook == "on_train_batch_end":
+                self._settle(args[0])  # the wait for a file counts for its own save, not for the next one
+                self._spent += time.perf_counter() - start
+                start = time.perf_counter()
                 self._next(start)
             handler(*args)
             self._spent += time.perf_counter() - start
