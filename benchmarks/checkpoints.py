@@ -48,6 +48,9 @@ class InTurn(IterationCheckpoint):
         def timed(*args: Any) -> None:
             start = time.perf_counter()
             if hook == "on_train_batch_end":
+                self._settle(args[0])  # the wait for a file counts for its own save, not for the next one
+                self._spent += time.perf_counter() - start
+                start = time.perf_counter()
                 self._next(start)
             handler(*args)
             self._spent += time.perf_counter() - start
@@ -59,6 +62,7 @@ class InTurn(IterationCheckpoint):
         if self.iteration >= len(KINDS):  # the first of each kind warms up
             self.waited[self._kind].append(self._spent)
             self.iterations[self._kind].append(now - self._begun)
+            print(f"  {self._kind}: {self._spent:.3f} s of {now - self._begun:.2f} s", flush=True)
         self._kind, self._spent, self._begun = KINDS[self.iteration % len(KINDS)], 0.0, now
         self._saving.asynchronous = self._kind == "background"
 
@@ -79,6 +83,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     warnings.filterwarnings("ignore")
+    warnings.filterwarnings("default", message="checkpoints are written while training waits")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     shape, iterations = SHAPES[arguments.workload], len(KINDS) * (arguments.repeats + 1) + 1
     module = make(arguments.workload, shape, iterations, critic="separate", micro_batch_tokens=8192)

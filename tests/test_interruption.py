@@ -202,6 +202,13 @@ def test_a_signal_in_the_update_finishes_the_iteration_and_a_second_one_does_not
     assert f"finishing iteration 3; kill {once.process.pid} to stop now" in once.said
     assert kept(folder / "run" / "checkpoints") == [1, 3]
 
+    noticed = train(folder, "warmup=none", "hydra.run.dir=noticed", waits("update", 3))
+    noticed.reached()
+    noticed.send(signal.SIGUSR1)  # of a scheduler, some time before the end
+    assert noticed.end() == 138, noticed.said
+    assert kept(folder / "noticed" / "checkpoints") == [1, 3] and status(folder) == "KILLED"
+    assert "stopped by SIGUSR1" in noticed.said and "to go on: lightning-rlhf train resume=" in noticed.said
+
     twice = train(folder, "warmup=none", "logger=none", "hydra.run.dir=twice", waits("update", 3, "for ever"))
     twice.reached()
     twice.send(signal.SIGINT)
@@ -288,12 +295,19 @@ def test_a_sweep_ends_as_a_whole(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("event", "left"), [("rollout", [1, 2]), ("update", [1, 3])])
-def test_two_processes_agree_where_they_stop(folder: Path, event: str, left: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("event", "left", "signum", "code"),
+    [
+        ("rollout", [1, 2], signal.SIGTERM, 143),
+        ("update", [1, 3], signal.SIGTERM, 143),
+        ("update", [1, 3], signal.SIGUSR1, 138),
+    ],
+)
+def test_two_processes_agree_where_they_stop(folder: Path, event: str, left: list[int], signum: int, code: int) -> None:
     run = train(folder, "warmup=none", "trainer=ddp", "trainer.devices=2", waits(event, 3))
     run.reached(ranks=2)
-    run.send(signal.SIGTERM)
-    assert run.end() == 143, run.said
+    run.send(signum)
+    assert run.end() == code, run.said
     assert kept(folder / "run" / "checkpoints") == left
     assert run.said.count("to go on: lightning-rlhf train resume=") == 1
     assert not (folder / "run" / "stop_request").exists()
@@ -375,7 +389,7 @@ def test_held_work_is_finished_and_a_second_signal_is_not_held(capfd: pytest.Cap
             time.sleep(1)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_that_was_ignored_stays_ignored(signum: int) -> None:
     """SIGHUP is, under nohup."""
     before = signal.signal(signum, signal.SIG_IGN)

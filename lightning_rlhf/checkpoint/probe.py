@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning import Trainer
@@ -49,37 +49,45 @@ class Probe:
         module: Any = trainer.lightning_module
         if self._off or self._prompts is None or not trainer.is_global_zero:
             return None
-        empty: Any = None
-        reason = _hindrance(module)
+        asked, reason = None, _hindrance(module)
         if reason is None:
-            empty, reason = attempt(partial(_empty_copy, module.actor))
+            asked, reason = attempt(partial(Asked, trainer, self._prompts))
         if reason is not None:
             rank_zero_warn(f"callbacks.checkpoint.probe = {self._count} checks nothing from here on: {reason}")
             self._off = True
-            return None
-        asked = Asked(trainer, empty, self._prompts)
-        asked.ask()
         return asked
 
 
 class Asked:
-    """Answers of the live policy at one moment, and an empty copy of it to be filled from the file."""
+    """Answers of the live policy at this moment, and an empty copy of it to be filled from the file.
 
-    def __init__(self, trainer: Trainer, empty: Any, prompts: PromptBatch) -> None:
-        self._trainer, self._empty, self._prompts = trainer, empty, prompts
-        self._module: Any = trainer.lightning_module
-        self._answers: list[list[int]] = []
+    Args:
+        trainer: between two iterations.
+        prompts: what is asked.
 
-    def ask(self) -> None:
-        """Ask the live policy."""
+    Raises:
+        RuntimeError: memory ran out, or the policy fails.
+    """
+
+    def __init__(self, trainer: Trainer, prompts: PromptBatch) -> None:
+        self._trainer, self._prompts = trainer, prompts
+        self._module = cast("Any", trainer.lightning_module)
+        self._empty: Any = _empty_copy(self._module.actor)
         self._answers = self._of(self._module.actor.lm)
 
     def compare(self, path: Path) -> None:
         """Load a checkpoint that is in place into the copy and ask that; add the outcome to the record.
 
+        Where memory runs out the record stays as it is, which one line says.
+
         Raises:
             Exception: the file cannot be read, or the policy fails.
         """
+        _, lacking = attempt(partial(self._compare, path))
+        if lacking is not None:
+            rank_zero_warn(f"{path} was not probed: {lacking}")
+
+    def _compare(self, path: Path) -> None:
         saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)["state_dict"]
         state = {name.removeprefix("actor."): value for name, value in saved.items() if name.startswith("actor.")}
         missing, unknown = self._empty.load_state_dict(state, strict=False)

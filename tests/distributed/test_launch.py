@@ -207,7 +207,7 @@ def test_two_processes_one_folder_a_death_and_torchrun_goes_on(folder: Path) -> 
     assert tracked.data.tags["failure"] == "process 1 of 2 ended with signal 9, and the others were ended with it"
     reports = {file.name: file.read_text() for file in folder.glob("rank_*")}
     assert reports == dict.fromkeys(["rank_0_of_2", "rank_1_of_2"], str(run_folder)), "both ranks, one folder"
-    assert [file.name for file in (run_folder / "checkpoints").iterdir()] == ["iteration_000001.ckpt"]
+    assert [file.name for file in (run_folder / "checkpoints").glob("*.ckpt")] == ["iteration_000001.ckpt"]
 
     resumed = run(
         str(BIN / "torchrun"),

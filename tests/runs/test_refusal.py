@@ -38,6 +38,14 @@ def without_count(saved: dict[str, Any]) -> None:
     del saved["iteration"]
 
 
+def without_control(saved: dict[str, Any]) -> None:
+    del saved["lightning_rlhf"]["control"]
+
+
+def of_a_later_format(saved: dict[str, Any]) -> None:
+    saved["written_by"] = {"lightning_rlhf": "9.0.0", "format": 99}
+
+
 def unchanged(saved: dict[str, Any]) -> None: ...
 
 
@@ -46,6 +54,8 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], None], list[str], str]] = {
     "shapes": (unchanged, ["model.source.hidden_size=48"], "embed_tokens.weight ("),
     "critic": (unchanged, ["model.policy.critic=separate"], "it lacks critic."),
     "optimiser": (another_parameter, [], "its optimiser trains actor ("),
+    "a key": (without_control, [], "the checkpoint lacks lightning_rlhf.control"),
+    "format": (of_a_later_format, [], "has format 99, written by lightning_rlhf 9.0.0"),
     "iteration": (without_count, [], "does not say its iteration"),
 }
 
@@ -60,6 +70,7 @@ def test_what_refuses_a_checkpoint_does_so_before_the_record_is_touched(
     assert tracked[0] == "FINISHED" and any(name.endswith("metrics.csv") for name in before)
     named = project / "run" / "checkpoints" / "iteration_000002.ckpt"
     saved = torch.load(named, weights_only=True)
+    named.with_name("iteration_000002.verified.json").unlink()  # it would refuse every changed file
     for name, (change, words, said) in REFUSED.items():
         content = torch.load(named, weights_only=True)
         change(content)

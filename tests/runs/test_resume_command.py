@@ -328,6 +328,7 @@ def test_a_checkpoint_of_an_earlier_release_says_what_it_lacks_and_goes_on(
         del state["data"], state["origin"]
     del saved["callbacks"]["KLGuard"]["progress"], saved["callbacks"]["LRBackoff"]["before"]
     torch.save(saved, file)
+    file.with_name("iteration_000002.verified.json").unlink()  # earlier releases wrote none
     capsys.readouterr()
     assert train("resume=run", "iterations=3") == 2
     said = capsys.readouterr().err
@@ -493,6 +494,7 @@ def test_a_damaged_or_broken_checkpoint_that_is_named_is_used_by_nothing(
     saved = torch.load(newest, weights_only=True)
     saved["state_dict"]["actor.lm.model.embed_tokens.weight"][0, 0] = float("nan")
     torch.save(saved, newest)
+    newest.with_name("iteration_000002.verified.json").unlink()
     assert cli.main(["export", f"checkpoint={newest}", "output=model"]) == 2
     assert "hold NaN or infinity, lm.model.embed_tokens.weight first" in capsys.readouterr().err
     assert not (project / "model").exists()
