@@ -26,6 +26,7 @@ from lightning_rlhf.checkpoint.files import STATE, is_sharded
 from lightning_rlhf.checkpoint.shards import read_checkpoint
 from lightning_rlhf.data import PromptDataModule, check_room
 from lightning_rlhf.data.groups import GroupNames
+from lightning_rlhf.distributed import first_fault
 from lightning_rlhf.metrics.groups import PromptGroups
 from lightning_rlhf.models import LoadedModel, load_pretrained, load_tokenizer
 from lightning_rlhf.module import ActorCriticModule
@@ -39,6 +40,7 @@ from lightning_rlhf.schema import NOT_HANDED_OVER, InputError, get
 from lightning_rlhf.schema.batch_sizes import settings_of
 from lightning_rlhf.schema.locate import locate
 from lightning_rlhf.screening import reply_tokens
+from lightning_rlhf.seeds import RankSeeds
 from lightning_rlhf.warmup import WarmUp
 
 log = logging.getLogger(__name__)
@@ -174,8 +176,8 @@ def make_trainer(config: Mapping[str, Any], *, train: bool = True) -> Trainer:
     callbacks: list[Callback] = []
     loggers: list[Logger] = []
     if train:
-        # Always there: without it a resumed run would not continue bit for bit.
-        callbacks.append(RNGState())
+        # Always there: without the second a resumed run would not continue bit for bit.
+        callbacks += [RankSeeds(), RNGState()]
         for name, block in (config["callbacks"] or {}).items():
             if block is not None:
                 with building(f"callbacks.{name}"):
@@ -196,7 +198,7 @@ def make_trainer(config: Mapping[str, Any], *, train: bool = True) -> Trainer:
     # Lightning's own bar shows one epoch, not iterations.
     settings["enable_progress_bar"] = train
     with building("trainer"):
-        return make(
+        trainer: Trainer = make(
             settings,
             **trainer_objects(settings),
             callbacks=callbacks,
@@ -211,6 +213,8 @@ def make_trainer(config: Mapping[str, Any], *, train: bool = True) -> Trainer:
             use_distributed_sampler=False,
             enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
         )
+    first_fault.watch(trainer, config["trainer"])
+    return trainer
 
 
 def _one(kind: type, built: Any) -> Any:
