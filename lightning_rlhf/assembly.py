@@ -26,6 +26,7 @@ from lightning_rlhf.checkpoint.files import STATE, is_sharded
 from lightning_rlhf.checkpoint.shards import read_checkpoint
 from lightning_rlhf.data import PromptDataModule, check_room
 from lightning_rlhf.data.groups import GroupNames
+from lightning_rlhf.distributed import first_fault
 from lightning_rlhf.files import spelt_out
 from lightning_rlhf.metrics.groups import PromptGroups
 from lightning_rlhf.models import LoadedModel, load_pretrained, load_tokenizer
@@ -40,6 +41,7 @@ from lightning_rlhf.schema import NOT_HANDED_OVER, InputError, get
 from lightning_rlhf.schema.batch_sizes import settings_of
 from lightning_rlhf.schema.locate import locate
 from lightning_rlhf.screening import reply_tokens
+from lightning_rlhf.seeds import RankSeeds
 from lightning_rlhf.supervise.heartbeat import heartbeat
 from lightning_rlhf.warmup import WarmUp
 
@@ -176,9 +178,8 @@ def make_trainer(config: Mapping[str, Any], *, train: bool = True) -> Trainer:
     callbacks: list[Callback] = []
     loggers: list[Logger] = []
     if train:
-        # Always there: without it a resumed run would not continue bit for bit.
-        callbacks.append(RNGState())
-        callbacks += heartbeat()
+        # Always there: without the second a resumed run would not continue bit for bit.
+        callbacks += [RankSeeds(), RNGState(), *heartbeat()]
         for name, block in (config["callbacks"] or {}).items():
             if block is not None:
                 with building(f"callbacks.{name}"):
@@ -199,7 +200,7 @@ def make_trainer(config: Mapping[str, Any], *, train: bool = True) -> Trainer:
     # Lightning's own bar shows one epoch, not iterations.
     settings["enable_progress_bar"] = train
     with building("trainer"):
-        return make(
+        trainer: Trainer = make(
             settings,
             **trainer_objects(settings),
             callbacks=callbacks,
@@ -214,6 +215,8 @@ def make_trainer(config: Mapping[str, Any], *, train: bool = True) -> Trainer:
             use_distributed_sampler=False,
             enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
         )
+    first_fault.watch(trainer, config["trainer"])
+    return trainer
 
 
 def _one(kind: type, built: Any) -> Any:

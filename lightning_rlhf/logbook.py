@@ -61,9 +61,14 @@ class Logbook:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Log the seconds spent inside as ``time/<name>``."""
+        """Log the seconds spent inside as ``time/<name>``; an error raised inside gets the attribute ``phase``."""
         start = time.perf_counter()
-        yield
+        try:
+            yield
+        except Exception as error:
+            if not hasattr(error, "phase"):
+                error.phase = f"{name} of iteration {self.module.control.iteration}"  # type: ignore[attr-defined]
+            raise
         self._times[name] = time.perf_counter() - start
 
     def write(self, numbers: dict[str, float], update: UpdateStats) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 from lightning import Trainer
@@ -12,7 +13,8 @@ from lightning_rlhf import precision, schema, warmup
 from lightning_rlhf.assembly import Parts, assemble, find_checkpoint, make_trainer
 from lightning_rlhf.checkpoint import IterationCheckpoint
 from lightning_rlhf.data.sources import DataError
-from lightning_rlhf.distributed.processes import is_first
+from lightning_rlhf.distributed.first_fault import named
+from lightning_rlhf.distributed.processes import is_first, place_at_start
 from lightning_rlhf.interruption import Signals
 from lightning_rlhf.quiet import own_warnings_in_words
 from lightning_rlhf.reporting import log_config, tell
@@ -39,6 +41,8 @@ def run(plain: dict[str, Any]) -> dict[str, float]:
         Interrupted: SIGINT, SIGTERM, SIGHUP or SIGUSR1; a checkpoint was written if anything was trained.
         TrainingFailed: a callback has found the run to be broken.
         CodeEnded: code of the run has raised SystemExit or the like.
+        PeerFailed: another process of the run has failed, or is gone.
+        RanksTimedOut: another process has not come in time.
     """
     with (
         own_warnings_in_words(),
@@ -46,6 +50,7 @@ def run(plain: dict[str, Any]) -> dict[str, float]:
         run_log(plain["output_dir"], first=is_first()),
         recorded(),
         told(plain, speaks=is_first()),
+        named(Path(plain["output_dir"]), *place_at_start(), plain["trainer"]),
         failing(),
     ):
         begin(plain, first=is_first())

@@ -29,11 +29,12 @@ FLOORS: list[set[str]] = [
     }
     | {"metrics.names", "metrics.names_prompts", "metrics.names_ptx", "metrics.names_rollout_corr"}
     | {"metrics.names_evaluation", "metrics.names_groups", "metrics.names_safety", "distributed.processes"}
+    | {"distributed.first_fault"}
     | {"accelerators.device"},
     {"models", "rollout", "rewards", "data", "metrics", "memory", "snapshot", "distributed.parallel"},
     {"events", "mixins", "module", "ppo", "module_checkpoint", "update", "minibatches", "gradients", "objective"}
     | {"optimizer", "scoring", "screening", "generation", "validation", "logbook"},
-    {"callbacks", "checkpoint", "reporting", "distributed.strategies"},
+    {"callbacks", "checkpoint", "reporting", "seeds", "distributed.strategies"},
     {"schema", "precision", "warmup", "distributed.ray_settings", "accelerators"},
     {
         "assembly",

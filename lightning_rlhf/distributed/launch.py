@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
 import uuid
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ from lightning.pytorch.plugins.environments import (
     TorchElasticEnvironment,
 )
 
+from lightning_rlhf.distributed import first_fault
 from lightning_rlhf.distributed.orphans import ends_with_parent
 from lightning_rlhf.distributed.processes import is_first
 from lightning_rlhf.files import as_file, write_whole
@@ -109,6 +111,7 @@ def start(config: Mapping[str, Any], processes: int) -> dict[str, float]:
     file = hand_over(config)
     folder = file.parent
     as_file(folder / RESULT).unlink(missing_ok=True)
+    first_fault.forget(folder)
     environment = {
         "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # each process would take all cores otherwise
@@ -128,8 +131,13 @@ def start(config: Mapping[str, Any], processes: int) -> dict[str, float]:
         if stop.received:
             raise Interrupted(stop.received, told=True) from failure
         reason = f"process {rank} of {processes} ended with {how}, and the others were ended with it"
+        fault = first_fault.read(folder, any_start=True)
+        if first.exitcode == -signal.SIGABRT and fault is None:  # NCCL's watchdog cannot raise an error
+            limit = config["trainer"]["strategy"].get("timeout_seconds")
+            reason += f" (NCCL ends so one that has waited longer than {first_fault.TIMEOUT_KEY} = {limit} s)"
         # If a process was killed, the others report only a lost connection.
-        end_as_failed(folder, reason, is_cause=first.exitcode < 0)
+        cause = reason if fault is None else f"process {fault[0]}: {fault[1]}"
+        end_as_failed(folder, cause, is_cause=first.exitcode < 0 or fault is not None)
         said = f"training has ended: {reason}. What it said is above"
         refused = first.exitcode == INVALID
         raise (InputError if refused else RunFailed)("\n".join([said, *how_to_go_on(config)])) from failure

@@ -68,6 +68,12 @@ def _portable(error: Exception | None) -> Exception | None:
         return RuntimeError(f"{type(error).__name__}: {error}")
 
 
+def place_at_start() -> tuple[int, int]:
+    """Rank of this process and number of processes as the launcher has set them, before the process group exists."""
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+    return int(rank), int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1")))
+
+
 def is_first() -> bool:
     """Whether this is rank 0, known before the process group exists."""
-    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))) == 0
+    return place_at_start()[0] == 0

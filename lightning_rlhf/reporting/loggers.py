@@ -30,7 +30,7 @@ from lightning_rlhf.bounds import bounded
 from lightning_rlhf.files import as_file, ensure_line_end, replaced, write_whole
 
 Ability = Literal[
-    "log_start", "log_samples", "log_table", "log_decisions", "log_file", "log_checkpoints", "closing_lines"
+    "log_start", "log_tags", "log_samples", "log_table", "log_decisions", "log_file", "log_checkpoints", "closing_lines"
 ]
 """Optional methods of a logger beside those of Lightning's; see the head of this file."""
 

@@ -14,6 +14,7 @@ from typing import Any
 from lightning_rlhf.checkpoint.files import CheckpointError, iteration_of
 from lightning_rlhf.checkpoint.records import problem_of
 from lightning_rlhf.control import TrainingFailed
+from lightning_rlhf.distributed.first_fault import PeerFailed, RanksTimedOut
 from lightning_rlhf.distributed.processes import is_first
 from lightning_rlhf.interruption import Interrupted, from_signal
 from lightning_rlhf.reporting import terminal
@@ -23,6 +24,8 @@ from lightning_rlhf.rollout.server_pool import ServersGone
 from lightning_rlhf.runs.folder import checkpoint_folder, kept_elsewhere, starts
 from lightning_rlhf.runs.own_code import from_own_code, own_calls
 from lightning_rlhf.schema import InputError
+
+PEERS = (PeerFailed, RanksTimedOut)
 
 
 class RunFailed(RuntimeError):
@@ -133,7 +136,7 @@ def in_short(error: Exception) -> str | None:
 
     ``None`` if the error does not explain itself, such as one inside this package: that needs its traceback.
     """
-    if isinstance(error, (TrainingFailed, CheckpointError, RunFailed, RewardError, ServersGone, CodeEnded)):
+    if isinstance(error, (TrainingFailed, CheckpointError, RunFailed, RewardError, ServersGone, CodeEnded, *PEERS)):
         origin = getattr(error, "origin", "")
         return f"{error}\n{origin}" if origin else str(error)
     if isinstance(error, InputError) or not from_own_code(error):
