@@ -84,19 +84,19 @@ class _Plan:
     armed = False
     """Whether a fault that ends the process has begun."""
 
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
     def strike(self, place: str, iteration: int | None = None) -> str | None:
-        """Do what is planned for this place; the name of what the caller has to do itself, if any."""
-        if iteration is not None:
-            self.iteration = iteration
-        faults, done = json.loads(Path(PLAN).read_text()), len(rows(Path(STRUCK)))
-        if self.armed or done >= len(faults):
-            return None
-        fault = Fault(**faults[done])
-        if fault.place != place or self.iteration < fault.iteration or fault.rank != int(os.environ.get("RANK", "0")):
+        """Do what is planned for this place; the name of what the caller has to do itself, if any.
+
+        ``iteration`` is that of a checkpoint being written, which may be another one than that of the training.
+        """
+        with self._lock:  # a checkpoint is written by another thread
+            fault = self._next(place, self.iteration if iteration is None else iteration)
+        if fault is None:
             return None
         action = ACTIONS[fault.how]
-        self.armed = fault.how not in GOES_ON
-        note(STRUCK, asdict(fault) | {"at": self.iteration})
         if fault.delay:
             timer = threading.Timer(fault.delay, action)
             timer.daemon = True
@@ -104,6 +104,18 @@ class _Plan:
             return None
         action()
         return fault.how
+
+    def _next(self, place: str, iteration: int) -> Fault | None:
+        """The next fault, noted, if it is one of this place, iteration and process."""
+        faults, done = json.loads(Path(PLAN).read_text()), len(rows(Path(STRUCK)))
+        if self.armed or done >= len(faults):
+            return None
+        fault = Fault(**faults[done])
+        if fault.place != place or iteration < fault.iteration or fault.rank != int(os.environ.get("RANK", "0")):
+            return None
+        self.armed = fault.how not in GOES_ON
+        note(STRUCK, asdict(fault) | {"at": iteration})
+        return fault
 
 
 plan = _Plan()
@@ -134,7 +146,8 @@ class Planned(RLHFCallback):
             note(BEGAN, {"from": plan.iteration})
 
     def on_rollout_start(self, trainer: Any, module: Any, prompts: Any) -> None:
-        plan.strike("rollout", module.control.iteration)
+        plan.iteration = module.control.iteration
+        plan.strike("rollout")
 
     def on_minibatch_start(self, trainer: Any, module: Any, minibatch: Any) -> None:
         found = plan.strike("update")
@@ -246,7 +259,11 @@ def _room() -> None:
 
 def _read_only() -> None:
     if Path(DISK).is_mount():
-        subprocess.run(["mount", "-o", "remount,ro", DISK], check=True)
+        until = time.monotonic() + damage.PATIENCE
+        while subprocess.run(["mount", "-o", "remount,ro", DISK], check=False, stderr=subprocess.DEVNULL).returncode:
+            if time.monotonic() > until:  # refused while a checkpoint is being written
+                raise TimeoutError("the small disk cannot be made read-only")
+            time.sleep(0.02)
     else:
         damage.folder().chmod(0o555)
 

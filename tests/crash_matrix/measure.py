@@ -34,7 +34,7 @@ class Row:
         repeated: iterations that were trained a second time.
         ended: whether the run ended at its target, or the class with which the supervisor gave up.
         equal: whether the weights and the optimiser's state are bit for bit those of the uninterrupted run.
-        metrics: numbers lost, doubled and different in MLflow.
+        metrics: numbers lost, doubled and different in MLflow. A run that was given up lacks the rest.
         left: temporary files and processes that are left.
         seconds: from the fault to the next iteration, or to the end.
         wrong: what is not as it should be; empty: nothing.
@@ -95,7 +95,7 @@ def _looked_at(case: Case, ran: Ran, reference: Ran) -> _Run:
     if case.equal and not run.equal:
         run.wrong.append("other weights")
     lost, doubled, different = run.metrics
-    if doubled or (case.equal and (lost or different)):
+    if doubled or (case.equal and lost) or ((case.equal or case.disk) and different):
         run.wrong.append("metrics lost, doubled or different")
     status = _statuses(ran)
     if "RUNNING" in status or (case.gives_up is None and "FINISHED" not in status):
@@ -128,8 +128,8 @@ def _row(case: Case, ran: Ran, run: _Run, struck: dict[str, Any]) -> Row:
         found="none needed" if found == DONE else str(found),
         repeated=repeated,
         ended=run.ended,
-        equal="yes" if run.equal else "no",
-        metrics=f"{lost} / {doubled} / {different}",
+        equal="-" if case.gives_up else "yes" if run.equal else "no",
+        metrics=f"{'-' if case.gives_up else lost} / {doubled} / {different}",
         left=str(len(run.left)),
         seconds=seconds,
         wrong="; ".join(wrong),
