@@ -34,7 +34,10 @@ def close(folder: Path, *, failure: str, tags: Mapping[str, str], report: Path |
         return ""
     file = folder / files.FOLDER / FILE
     content = {"folder": str(folder), "failure": failure, "tags": dict(tags), "report": report and str(report)}
-    files.write(file, content)
+    try:
+        files.write(file, content)
+    except OSError as error:
+        return str(error)
     command = [sys.executable, "-m", __name__, str(file)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)

@@ -154,7 +154,7 @@ class Plans:
         return [
             Case("disk", [full, again], _SAME, disk=8),
             Case("disk", [full], gives_up="disk", equal=False, disk=8),
-            Case("disk", [read_only, writable], _SAME, disk=8),
+            Case("disk", [read_only, writable], _SAME),
             Case("disk", [full], gives_up="disk", equal=False, disk=8, on_disk="run"),
         ]
 

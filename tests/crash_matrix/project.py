@@ -9,12 +9,13 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lightning_rlhf.reporting import RLMLFlowLogger
+from lightning_rlhf.reporting import RLMLFlowLogger, send_spooled
 from tests.crash_matrix.cases import ITERATIONS, REFERENCES, Case
 from tests.crash_matrix.faults import BEGAN, DISK, PLAN, SERVER, STRUCK, rows
 from tests.reporting.test_mlflow_logger import Server
@@ -108,7 +109,10 @@ class Project:
                 return _kept(_run(words, project, folder), project, case)
             shutil.copy(self.work / "store" / "mlflow.db", project / "server.db")
             with _server(project, len(case.faults)) as uri:
-                return _run([*words, f"logger.mlflow.tracking_uri={uri}"], project, folder)
+                ran = _run([*words, f"logger.mlflow.tracking_uri={uri}"], project, folder)
+                server_is_back(uri)
+                send_spooled(folder)  # what a run whose server is away at its end says to do
+                return ran
 
     def _make(self, name: str, faults: list[dict]) -> Path:
         project = self.work / name
@@ -183,6 +187,23 @@ def _kept(ran: Ran, project: Path, case: Case) -> Ran:
 
 
 # --- a tracking server -----------------------------------------------------------------------------------------------
+
+
+def server_is_back(uri: str) -> None:
+    """Wait until a server answers.
+
+    Raises:
+        TimeoutError: it does not.
+    """
+    until = time.monotonic() + 300
+    while time.monotonic() < until:
+        try:
+            urllib.request.urlopen(f"{uri}/health", timeout=5).read()
+        except OSError:
+            time.sleep(0.2)
+        else:
+            return
+    raise TimeoutError(f"{uri} does not answer")
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from tests.crash_matrix.__main__ import main
 from tests.crash_matrix.cases import ITERATIONS, KINDS, Plans
 from tests.crash_matrix.faults import ACTIONS, PLACES, Fault
 from tests.crash_matrix.measure import measure
-from tests.crash_matrix.project import Project
+from tests.crash_matrix.project import Project, mounts
 
 
 def test_the_whole_matrix_has_what_it_promises() -> None:
@@ -70,6 +70,19 @@ def test_a_run_that_is_killed_damaged_and_out_of_memory(tmp_path: Path) -> None:
     assert (worse.ended, worse.equal, worse.left) == ("hangs", "no", "1")
     for said in ("hangs instead of yes", "other weights", "left: run/.beat.json.1.partial", "never struck: hang"):
         assert said in worse.wrong
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not mounts(), reason="a small disk has to be mounted")
+def test_a_full_disk_takes_no_judgement_from_the_supervisor(tmp_path: Path) -> None:
+    """Nothing in the run's folder can be written any more, the supervisor's own files included."""
+    project = Project(tmp_path)
+    [case] = [each for each in Plans().cases(["disk"]) if each.on_disk == "run"]
+    ran = project.run(case, 0)
+    assert "Traceback (most recent call last)" not in ran.output.partition("supervise: not written")[2]
+    assert "giving up: disk came back soon after it was retried once" in ran.output
+    assert "the error of the last of 2 attempts:" in ran.output and "No space left on device" in ran.output
+    assert ran.code not in (0, None)
 
 
 @pytest.mark.slow
