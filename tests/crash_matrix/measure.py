@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,14 +81,14 @@ def measure(case: Case, ran: Ran, reference: Ran) -> list[Row]:
 
 def _looked_at(case: Case, ran: Ran, reference: Ran) -> _Run:
     state = files.read(ran.folder / files.FOLDER / files.STATE) or {}
-    attempts = state.get("attempts", [])
+    attempts = _attempts(ran, state.get("attempts", []))
     run = _Run("no", _same(ran.folder, reference.folder), _metrics(ran, reference), _left(ran), attempts)
     last = attempts[-1].get("class") if attempts else None
     if ran.code is None:
         run.ended = "hangs"
     elif ran.code == 0 and last == DONE and _iteration(ran.folder) == ITERATIONS:
         run.ended = "yes"
-    elif state.get("given_up"):
+    elif "\nsupervise: giving up: " in ran.output:
         run.ended = f"gave up: {last}"
     wanted = "yes" if case.gives_up is None else f"gave up: {case.gives_up}"
     if run.ended != wanted:
@@ -100,11 +101,24 @@ def _looked_at(case: Case, ran: Ran, reference: Ran) -> _Run:
     status = _statuses(ran)
     if "RUNNING" in status or (case.gives_up is None and "FINISHED" not in status):
         run.wrong.append(f"status in MLflow: {', '.join(status)}")
-    if case.gives_up and not list((ran.folder / "crashes").glob("attempt_*.md")):
+    if case.gives_up and case.on_disk != "run" and not list((ran.folder / "crashes").glob("attempt_*.md")):
         run.wrong.append("no report")
     if run.left:
         run.wrong.append(f"left: {', '.join(run.left)}")
     return run
+
+
+def _attempts(ran: Ran, written: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The attempts with the classes that the supervisor has said: with a full disk it cannot write them down."""
+    said = re.findall(r"^supervise: attempt (\d+): (\w+) \(", ran.output, re.MULTILINE)
+    known = {each["attempt"]: each for each in written}
+    return [known.get(number, {}) | {"attempt": number, "class": kind} for number, kind in map(_numbered, said)] + [
+        each for each in written if each["attempt"] > len(said)
+    ]
+
+
+def _numbered(pair: tuple[str, str]) -> tuple[int, str]:
+    return int(pair[0]), pair[1]
 
 
 def _row(case: Case, ran: Ran, run: _Run, struck: dict[str, Any]) -> Row:

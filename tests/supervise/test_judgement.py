@@ -106,6 +106,7 @@ def test_the_cause_of_an_error_counts() -> None:
     assert kind_of(raised(RewardError("reward term 'a'"), MemoryError())) == "out_of_memory"
     assert kind_of(raised(RewardError("reward term 'a'"), ConnectionRefusedError())) == "communication"
     assert kind_of(raised(RewardError("reward term 'a'"), KeyError("x"))) == "user_code"
+    assert kind_of(raised(RewardError("reward term 'a'"), PermissionError())) == "user_code"
     assert kind_of(raised(RuntimeError("it ended"), OSError(errno.ENOSPC, "full"))) == "disk"
 
 
