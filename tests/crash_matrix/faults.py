@@ -68,7 +68,7 @@ class Fault:
     def moment(self) -> str:
         """In words."""
         when = f" + {self.delay * 1000:.0f} ms" if self.delay else ""
-        where = PLACES[self.place] + when
+        where = PLACES[self.place] + when + (f", process {self.rank}" if self.rank else "")
         return where if self.place in ("start", "end", "teardown") else f"iteration {self.iteration}, {where}"
 
 
