@@ -14,6 +14,7 @@ import sys
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.accelerators import AcceleratorRegistry
@@ -123,8 +124,8 @@ def start(config: Mapping[str, Any], processes: int) -> dict[str, float]:
     os.environ.update(environment)
     quiet.setLevel(logging.CRITICAL)  # the error below reports the failure
     try:
-        with told(config, speaks=True), passed_on(folder) as stop:
-            elastic_launch(_agent(processes), sys.executable)("-m", __name__, str(file))
+        with TemporaryDirectory(prefix="elastic_") as logs, told(config, speaks=True), passed_on(folder) as stop:
+            elastic_launch(_agent(processes, logs), sys.executable)("-m", __name__, str(file))
     except ChildFailedError as failure:
         rank, first = failure.get_first_failure()
         how = f"signal {-first.exitcode}" if first.exitcode < 0 else f"exit code {first.exitcode}"
@@ -161,8 +162,14 @@ def _result(config: Mapping[str, Any], folder: Path) -> dict[str, float]:
     return result
 
 
-def _agent(processes: int) -> LaunchConfig:
-    """Settings of PyTorch's elastic agent, which ends the processes of a run together and never restarts them."""
+def _agent(processes: int, logs: str) -> LaunchConfig:
+    """Settings of PyTorch's elastic agent, which ends the processes of a run together and never restarts them.
+
+    Args:
+        processes: to be started.
+        logs: folder for its files, which it would otherwise leave in the system's temporary folder.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
     return LaunchConfig(
@@ -173,6 +180,7 @@ def _agent(processes: int) -> LaunchConfig:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=logs),
         shutdown_timeout=10,  # until the others are killed, after a failure or a second signal
         signals_to_handle="SIGQUIT",  # on other signals the agent would kill the processes after that time
     )

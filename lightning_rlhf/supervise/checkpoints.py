@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,17 @@ def newest(folder: Path, *, back: bool = False) -> Path | None:
     if not good or not back:
         return good[0] if good else None
     return next((path for path in good if not has(path, "suspect")), good[-1])
+
+
+def set_aside(folder: Path) -> None:
+    """Rename all checkpoints, none of which is whole: a training that begins again refuses a folder that holds some."""
+    for path in [each for each in folder.glob("[!.]*.ckpt") if iteration_of(each) >= 0]:
+        for kind in ("verified", "unverified", "suspect"):
+            sidecar(path, kind).unlink(missing_ok=True)
+        aside = path.with_name(f"{path.name}.set_aside")
+        if aside.is_dir():  # a rename does not replace a folder
+            shutil.rmtree(aside)
+        path.rename(aside)
 
 
 def mark_suspect(checkpoint: Path, crash: dict[str, Any]) -> None:

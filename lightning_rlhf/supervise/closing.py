@@ -1,19 +1,18 @@
-"""Close the MLflow run of a training that ended without doing so: ``python -m lightning_rlhf.supervise.closing FILE``.
+"""Close the MLflow run of a training that ended without doing so: ``python -m lightning_rlhf.supervise.closing``.
 
-A process of its own, because the supervisor imports neither MLflow nor what this package needs for it.
+A process of its own, because the supervisor imports neither MLflow nor what this package needs for it. It reads
+what to do from stdin: the disk may be full.
 """
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_rlhf.supervise import files
-
-FILE = "closing.json"
 PATIENCE = 180.0
 """Seconds for the process that closes a run, imports included."""
 
@@ -32,26 +31,22 @@ def close(folder: Path, *, failure: str, tags: Mapping[str, str], report: Path |
     """
     if not (folder / "tracking" / "run.json").exists():
         return ""
-    file = folder / files.FOLDER / FILE
     content = {"folder": str(folder), "failure": failure, "tags": dict(tags), "report": report and str(report)}
-    files.write(file, content)
-    command = [sys.executable, "-m", __name__, str(file)]
+    command, told = [sys.executable, "-m", __name__], json.dumps(content)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+        done = subprocess.run(command, input=told, capture_output=True, text=True, timeout=PATIENCE, check=False)
     except subprocess.TimeoutExpired:
         return f"not within {PATIENCE:.0f} s"
-    finally:
-        file.unlink(missing_ok=True)
     lines = done.stderr.strip().splitlines()
     return "" if done.returncode == 0 else (lines[-1] if lines else f"exit code {done.returncode}")
 
 
-def main(file: str) -> None:
-    """Do what the file says."""
+def main() -> None:
+    """Do what stdin says."""
     from lightning_rlhf.reporting.mlflow_logger import RLMLFlowLogger
     from lightning_rlhf.runs.ending import RunFailed
 
-    told: dict[str, Any] = files.read(Path(file)) or {}
+    told: dict[str, Any] = json.load(sys.stdin)
     logger = RLMLFlowLogger(told["folder"], resume_from=told["folder"])
     logger.log_tags(told["tags"])
     if told["report"]:
@@ -62,4 +57,4 @@ def main(file: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

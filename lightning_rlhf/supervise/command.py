@@ -8,7 +8,8 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -168,7 +169,8 @@ class Supervisor:
         reason = f"attempt {number}: {pending['why']}" if pending else ""
         told = {"attempt": number, "tags": self._tags(), "reports": pages[-1:], "reason": reason}
         state.attempts.append(entry)
-        files.write(self._files / files.ATTEMPT, told)
+        with _said_if_not_written():
+            files.write(self._files / files.ATTEMPT, told)
         self._save()
         if number > 1:
             _say(f"attempt {number}: lightning-rlhf train {' '.join(report.hidden_words(words))}")
@@ -215,9 +217,13 @@ class Supervisor:
             decision = decide(state, self._settings, kind, iteration, config)
         suspect = None
         if newest is not None and kind not in _UNSUSPICIOUS and iteration <= self._near(newest):
-            checkpoints.mark_suspect(newest, crash)
-            suspect = newest
+            with _said_if_not_written():
+                checkpoints.mark_suspect(newest, crash)
+                suspect = newest
         chosen = checkpoints.newest(kept, back=decision.back)
+        if decision.retry and chosen is None:
+            with _said_if_not_written():
+                checkpoints.set_aside(kept)
         entry["next"] = self._in_words(decision, chosen)
         state.given_up = not decision.retry
         state.pending = (
@@ -232,8 +238,9 @@ class Supervisor:
         self._save()
         _say(f"attempt {entry['attempt']}: {kind} ({CLASSES[kind]}) in iteration {iteration}: {entry['error']}")
         if (self._folder / STARTS).exists():
-            self._report = report.write(self._folder, self._content(end, beat, words, suspect, began))
-            _say(f"report: {self._report}")
+            with _said_if_not_written():
+                self._report = report.write(self._folder, self._content(end, beat, words, suspect, began))
+                _say(f"report: {self._report}")
         _say(entry["next"])
         if decision.retry:
             self._tell(f"crash ({kind}), trying again", entry["next"])
@@ -313,7 +320,7 @@ class Supervisor:
     def _give_up(self, kind: str, end: Ended, *, once: bool) -> int:
         first = self._state.attempts[0]
         number = len(self._state.attempts)
-        if self._report is not None:
+        if (self._folder / STARTS).exists():
             own_words = end.code > 0 and end.record is not None
             self._close("" if own_words else f"{kind}: {end.error}")
             _say(
@@ -323,7 +330,8 @@ class Supervisor:
             )
             if number > 1 and first.get("error") not in (None, "", _short(end.error)):
                 _say(f"the error of the first attempt: {first['error']}")
-            _say(f"report: {self._report}")
+            if self._report is not None:
+                _say(f"report: {self._report}")
         self._tell(f"given up ({kind})", self._state.attempts[-1]["next"])
         if once:
             return 2 if kind == "configuration" else NEVER
@@ -339,7 +347,17 @@ class Supervisor:
         self._notifier.send(f"lightning-rlhf {self._folder.name}: {title}", f"{self._folder}\n{text}", self._report)
 
     def _save(self) -> None:
-        files.write(self._files / files.STATE, asdict(self._state))
+        with _said_if_not_written():
+            files.write(self._files / files.STATE, asdict(self._state))
+
+
+@contextmanager
+def _said_if_not_written() -> Iterator[None]:
+    """A full or read-only disk, often what ended the training, takes neither judgement nor messages from people."""
+    try:
+        yield
+    except OSError as error:
+        _say(f"not written, so it is known to this process only: {error}")
 
 
 def _path(path: Path) -> str:

@@ -132,6 +132,8 @@ def kind_of(error: BaseException) -> str:
         return classify.by_text(str(error)) or "unknown"
     if isinstance(error, (RewardError, CodeEnded)) or from_own_code(error):
         return "user_code"
+    if any(isinstance(each, PermissionError) for each in chain):
+        return "disk"
     return classify.by_text(f"{type(error).__name__}: {error}") or "unknown"
 
 

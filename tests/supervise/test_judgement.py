@@ -91,6 +91,7 @@ def raised(error: Exception, cause: BaseException | None = None) -> Exception:
         (CheckpointError("the weights after iteration 3 are not finite: no checkpoint"), "divergence"),
         (CheckpointError("checkpoint a was not written: no"), "disk"),
         (OSError(errno.ENOSPC, "No space left on device"), "disk"),
+        (PermissionError(errno.EPERM, "Operation not permitted"), "disk"),
         (InputError("no"), "configuration"),
         (SettingError("a", 1, "2"), "configuration"),
         (torch.distributed.DistNetworkError("lost"), "communication"),
@@ -107,6 +108,7 @@ def test_the_cause_of_an_error_counts() -> None:
     assert kind_of(raised(RewardError("reward term 'a'"), MemoryError())) == "out_of_memory"
     assert kind_of(raised(RewardError("reward term 'a'"), ConnectionRefusedError())) == "communication"
     assert kind_of(raised(RewardError("reward term 'a'"), KeyError("x"))) == "user_code"
+    assert kind_of(raised(RewardError("reward term 'a'"), PermissionError())) == "user_code"
     assert kind_of(raised(RuntimeError("it ended"), OSError(errno.ENOSPC, "full"))) == "disk"
 
 
@@ -384,6 +386,18 @@ def test_going_back_leaves_out_suspect_checkpoints(tmp_path: Path) -> None:
     for path in paths[:2]:
         checkpoints.mark_suspect(path, {"attempt": 3})
     assert checkpoints.newest(tmp_path, back=True) == paths[0], "all are suspect: the oldest"
+
+
+def test_damaged_checkpoints_make_room_for_a_training_that_begins_again(tmp_path: Path) -> None:
+    """It refuses a folder that holds checkpoints; a second time, too."""
+    for _ in range(2):
+        (tmp_path / "iteration_000001.ckpt").write_bytes(b"damaged")
+        (tmp_path / "iteration_000002.ckpt").mkdir()
+        (tmp_path / "iteration_000002.ckpt" / "state.pt").touch()
+        checkpoints.sidecar(tmp_path / "iteration_000001.ckpt", "verified").touch()
+        checkpoints.set_aside(tmp_path)
+        names = [f"iteration_00000{number}.ckpt.set_aside" for number in (1, 2)]
+        assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
 def test_a_mark_of_an_earlier_checkpoint_of_that_name_does_not_count(tmp_path: Path) -> None:
