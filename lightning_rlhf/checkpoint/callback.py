@@ -171,6 +171,8 @@ class IterationCheckpoint(Checkpoint):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         signals().install()  # Lightning sets its own handler at every start
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._settle(trainer)  # what is decided by the evaluation may name the best checkpoint so far
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
