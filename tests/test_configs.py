@@ -195,7 +195,7 @@ def test_every_option_composes_and_instantiates(compose, tiny_run, tmp_path, gro
     assert trainer.max_epochs == 1
     expected = sum(block is not None for block in (config["callbacks"] or {}).values())
     ours = [c for c in trainer.callbacks if type(c).__module__.startswith("lightning_rlhf")]
-    assert len(ours) == expected + 2, "the configured callbacks, the random state, and progress"
+    assert len(ours) == expected + 3, "the configured callbacks, the ranks' seeds, the random state, and progress"
 
 
 def test_a_checkpoint_callback_that_counts_optimiser_steps_is_warned_about(compose):

@@ -78,7 +78,7 @@ class IterationCheckpoint(Checkpoint):
         keep: int | None = 2,
         monitor: str | None = None,
         mode: Literal["min", "max"] = "max",
-        asynchronous: bool = True,
+        asynchronous: bool = False,
         probe: int | None = None,
         copy_to: str | None = None,
     ) -> None:

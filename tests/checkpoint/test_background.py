@@ -261,7 +261,9 @@ def test_a_module_without_a_sign_of_its_updates_is_copied_at_once(tmp_path: Path
     slow = Slow()
     module = Tiny()
     module.at[2] = lambda _: slow.may.set()
-    fit_tiny(IterationCheckpoint(tmp_path / "a", 1, keep=None), module=module, batches=3, plugins=[slow])
+    fit_tiny(
+        IterationCheckpoint(tmp_path / "a", 1, keep=None, asynchronous=True), module=module, batches=3, plugins=[slow]
+    )
     fit_tiny(IterationCheckpoint(tmp_path / "b", 1, keep=None, asynchronous=False), batches=3)
     for name in files(1, 2, 3):
         assert_equal(*(torch.load(tmp_path / folder / name, weights_only=True) for folder in ("a", "b")))

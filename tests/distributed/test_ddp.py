@@ -18,6 +18,7 @@ from lightning_rlhf import schema
 from lightning_rlhf.assembly import assemble, make_trainer
 from lightning_rlhf.callbacks import RLHFCallback
 from lightning_rlhf.checkpoint import latest_valid
+from lightning_rlhf.distributed.first_fault import PeerFailed
 from lightning_rlhf.distributed.parallel import balanced_shares, gather_experience
 from lightning_rlhf.distributed.processes import gather_objects
 from lightning_rlhf.distributed.strategies import DDPStrategy
@@ -210,7 +211,7 @@ def train_until_death(rank: int, folder: str) -> str:
     """The error of the surviving rank."""
     try:
         train_composed(rank, folder, die=5)
-    except RuntimeError as error:
+    except (RuntimeError, PeerFailed) as error:
         return str(error)
     return "nothing"
 
