@@ -7,7 +7,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lightning_rlhf.runs.resume import Resumption
 
 VERBS = ("train", "supervise", "eval", "export", "prompts", "serve")
+FULL_ERRORS = "HYDRA_FULL_ERROR"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,7 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # A console script's sys.path lacks the current folder, where users keep their callbacks and rewards.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    with quiet(), _full_errors() as wanted:
+    # The training that supervise starts reads the variable itself.
+    errors = nullcontext(os.environ.get(FULL_ERRORS) == "1") if verb == "supervise" else _full_errors()
+    with quiet(), errors as wanted:
         return _run(verbs[verb], rest, wanted)
 
 
@@ -360,15 +363,15 @@ def _folder_made(begun: Sequence[bool]) -> Iterator[None]:
 @contextmanager
 def _full_errors() -> Iterator[bool]:
     """Let exceptions through Hydra (it prints and exits otherwise); yields whether the user asked for tracebacks."""
-    before = os.environ.get("HYDRA_FULL_ERROR")
-    os.environ["HYDRA_FULL_ERROR"] = "1"
+    before = os.environ.get(FULL_ERRORS)
+    os.environ[FULL_ERRORS] = "1"
     try:
         yield before == "1"
     finally:
         if before is None:
-            del os.environ["HYDRA_FULL_ERROR"]
+            del os.environ[FULL_ERRORS]
         else:
-            os.environ["HYDRA_FULL_ERROR"] = before
+            os.environ[FULL_ERRORS] = before
 
 
 @contextmanager

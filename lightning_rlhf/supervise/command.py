@@ -139,7 +139,7 @@ class Supervisor:
                 return self._stopped(end, beat)
             decision = self._judge(kind, end, beat, began, words)
             if not decision.retry:
-                return self._give_up(kind, end, once=once)
+                return self._give_up(kind, end, beat, once=once)
             if once:
                 return AGAIN_CHANGED if decision.changed or decision.back else AGAIN
             self._relay.wait(self._settings.wait)
@@ -237,7 +237,7 @@ class Supervisor:
         )
         self._save()
         _say(f"attempt {entry['attempt']}: {kind} ({CLASSES[kind]}) in iteration {iteration}: {entry['error']}")
-        if (self._folder / STARTS).exists():
+        if self._began(kind, beat):
             with _said_if_not_written():
                 self._report = report.write(self._folder, self._content(end, beat, words, suspect, began))
                 _say(f"report: {self._report}")
@@ -317,10 +317,14 @@ class Supervisor:
         self._tell("stopped", f"The training was stopped ({_short(end.error)}).")
         return end.exit_code
 
-    def _give_up(self, kind: str, end: Ended, *, once: bool) -> int:
+    def _began(self, kind: str, beat: Beat | None) -> bool:
+        """Whether the attempt has touched the run's record; a refused one has not, though the run may be an old one."""
+        return (self._folder / STARTS).exists() and (kind != "configuration" or beat is not None)
+
+    def _give_up(self, kind: str, end: Ended, beat: Beat | None, *, once: bool) -> int:
         first = self._state.attempts[0]
         number = len(self._state.attempts)
-        if (self._folder / STARTS).exists():
+        if self._began(kind, beat):
             own_words = end.code > 0 and end.record is not None
             self._close("" if own_words else f"{kind}: {end.error}")
             _say(

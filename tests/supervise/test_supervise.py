@@ -168,7 +168,14 @@ def test_a_misspelt_key_is_not_retried(project: Path, capfd: pytest.CaptureFixtu
     assert supervise(*TINY, "model.lr.aktor=1", *FAST) == 2
     error = capfd.readouterr().err
     assert "did you mean model.lr.actor?" in error and "giving up: configuration is not retried" in error
+    assert "in iteration 0: there is no key 'model.lr.aktor'" in error and "Traceback" not in error
     assert not list(project.glob("outputs/*/*")), "the folder of a run that never was"
+
+
+def test_a_refused_start_leaves_the_record_of_a_finished_run(project: Path) -> None:  # noqa: F811
+    assert cli.main(["train", *TINY, "iterations=1", "hydra.run.dir=run"]) == 0
+    assert supervise("resume=run", "iteratons=5", *FAST) == 2
+    assert record(project / "run")[0] == "FINISHED" and not (project / "run" / "crashes").exists()
 
 
 def test_an_error_of_a_reward_is_retried_once(
