@@ -125,6 +125,8 @@ class Supervisor:
         if self._state.given_up:  # whoever starts it again has looked at it
             self._state.given_up, self._state.retries, self._state.seen = False, 0, {}
         self._report: Path | None = None
+        self._touched = False
+        """Whether an attempt has touched the run's record: the first one, if it is refused, has not."""
 
     def run(self, *, once: bool) -> int:
         """Attempts until the end; with ``once`` a single one. Returns the exit code."""
@@ -139,7 +141,7 @@ class Supervisor:
                 return self._stopped(end, beat)
             decision = self._judge(kind, end, beat, began, words)
             if not decision.retry:
-                return self._give_up(kind, end, beat, once=once)
+                return self._give_up(kind, end, once=once)
             if once:
                 return AGAIN_CHANGED if decision.changed or decision.back else AGAIN
             self._relay.wait(self._settings.wait)
@@ -204,6 +206,8 @@ class Supervisor:
     def _judge(self, kind: str, end: Ended, beat: Beat | None, began: Path | None, words: Sequence[str]) -> Decision:
         """Decide what is next, and write it down: in the state, beside the checkpoint, in a report."""
         state, entry = self._state, self._state.attempts[-1]
+        began_at_all = beat is not None or kind != "configuration" or bool(state.pending)
+        self._touched = (self._touched or began_at_all) and (self._folder / STARTS).exists()
         config = files.read(self._files / files.CONFIG) or {}
         iteration = max(beat.iteration if beat else 0, checkpoints.iteration_of(began) if began else 0)
         kept = checkpoint_folder({"output_dir": str(self._folder)} | config)
@@ -237,7 +241,7 @@ class Supervisor:
         )
         self._save()
         _say(f"attempt {entry['attempt']}: {kind} ({CLASSES[kind]}) in iteration {iteration}: {entry['error']}")
-        if self._began(kind, beat):
+        if self._touched:
             with _said_if_not_written():
                 self._report = report.write(self._folder, self._content(end, beat, words, suspect, began))
                 _say(f"report: {self._report}")
@@ -317,14 +321,10 @@ class Supervisor:
         self._tell("stopped", f"The training was stopped ({_short(end.error)}).")
         return end.exit_code
 
-    def _began(self, kind: str, beat: Beat | None) -> bool:
-        """Whether the attempt has touched the run's record; a refused one has not, though the run may be an old one."""
-        return (self._folder / STARTS).exists() and (kind != "configuration" or beat is not None)
-
-    def _give_up(self, kind: str, end: Ended, beat: Beat | None, *, once: bool) -> int:
+    def _give_up(self, kind: str, end: Ended, *, once: bool) -> int:
         first = self._state.attempts[0]
         number = len(self._state.attempts)
-        if self._began(kind, beat):
+        if self._touched:
             own_words = end.code > 0 and end.record is not None
             self._close("" if own_words else f"{kind}: {end.error}")
             _say(
