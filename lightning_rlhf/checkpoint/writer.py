@@ -96,18 +96,17 @@ def _copied_into(
 
 # --- memory ----------------------------------------------------------------------------------------------------------
 
-_CGROUP = Path("/sys/fs/cgroup")
+_MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
 def free_host_memory() -> int | None:
-    """Bytes of host memory that this process may still take; ``None`` where the system does not say."""
+    """Bytes of host memory that this process may still take; ``None`` where the system does not say (no Linux)."""
     limits = []
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    if _MEMINFO.exists():
+        lines = _MEMINFO.read_text(encoding="ascii").splitlines()
         limits += [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    if (_CGROUP / "memory.max").exists():  # not in the root of the groups, nor in their first version
         most = (_CGROUP / "memory.max").read_text(encoding="ascii").strip()
-        if most.isdigit():
+        if most != "max":
             limits.append(int(most) - int((_CGROUP / "memory.current").read_text(encoding="ascii")))
-    except (OSError, ValueError):
-        pass  # no Linux, or an older kernel: what was read until then counts
     return min(limits, default=None)

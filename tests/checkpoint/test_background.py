@@ -280,3 +280,18 @@ def test_a_wrong_value_is_named(tmp_path: Path, value: Any) -> None:
         IterationCheckpoint(tmp_path, asynchronous=value)
     with pytest.raises(ValueError, match=r"callbacks\.checkpoint\.probe = 0 is not allowed"):
         IterationCheckpoint(tmp_path, probe=0)
+
+
+@pytest.mark.parametrize(("limit", "free"), [(None, 2048), ("max", 2048), ("1500", 500), ("9000000", 2048)])
+def test_free_memory_is_the_least_of_what_the_system_and_the_group_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str | None, free: int
+) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable: 2 kB\n", encoding="ascii")
+    if limit is not None:
+        (tmp_path / "memory.max").write_text(f"{limit}\n", encoding="ascii")
+        (tmp_path / "memory.current").write_text("1000\n", encoding="ascii")
+    monkeypatch.setattr("lightning_rlhf.checkpoint.writer._MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr("lightning_rlhf.checkpoint.writer._CGROUP", tmp_path)
+    assert free_host_memory() == free
+    (tmp_path / "meminfo").unlink()
+    assert free_host_memory() == (int(limit) - 1000 if limit and limit != "max" else None)
