@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning import Callback, LightningModule, Trainer
 
 from lightning_rlhf.callbacks import RLHFCallback
@@ -120,7 +121,9 @@ class Heartbeat(RLHFCallback):
         if not at_once and time.monotonic() - self._noted < AT_LEAST:
             return
         self._noted = time.monotonic()
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        logged = trainer.callback_metrics
+        values = [value.detach().reshape(()).to(module.device, torch.float32) for value in logged.values()]
+        metrics = dict(zip(logged, torch.stack(values).tolist() if values else [], strict=True))  # one transfer
         content = {"iteration": _iteration(module), "metrics": metrics, "decisions": list(self._decisions)}
         try:
             files.write(self._folder / files.LAST, content)
@@ -137,9 +140,7 @@ class Heartbeat(RLHFCallback):
         told = files.read(self._folder / files.ATTEMPT) or {}
         if not told.get("tags"):
             return
-        for logger in trainer.loggers:
-            if hasattr(logger, "log_tags"):
-                logger.log_tags(told["tags"])
+        tell(trainer.loggers, "log_tags", told["tags"])
         for report in told.get("reports", []):
             if Path(report).exists():
                 tell(trainer.loggers, "log_file", report, "crashes")
