@@ -65,7 +65,8 @@ def this_start() -> str:
 def record(folder: Path, rank: int, error: BaseException) -> None:
     """Write this process's fault, unless another process of this start has written one before.
 
-    On a full disk and the like there is a warning only: the fault itself is raised anyway.
+    An error that all ranks raise together is recorded as that of the rank on which it arose. On a full disk and the
+    like there is a warning only: the fault itself is raised anyway.
     """
     try:
         _record(folder, rank, error)
@@ -73,8 +74,17 @@ def record(folder: Path, rank: int, error: BaseException) -> None:
         log.warning("process %d: its error is not recorded in %s: %s", rank, folder / FILE, unwritten)
 
 
+def rank_of(error: BaseException, rank: int) -> int:
+    """The rank on which an error arose; ``rank``, that of this process, unless ranks have exchanged it."""
+    return int(getattr(error, "of_rank", rank))
+
+
 def _record(folder: Path, rank: int, error: BaseException) -> None:
-    fault = {"start": this_start(), "rank": rank, "error": " ".join(f"{type(error).__name__}: {error}".split())}
+    fault = {
+        "start": this_start(),
+        "rank": rank_of(error, rank),
+        "error": " ".join(f"{type(error).__name__}: {error}".split()),
+    }
     own = folder / f"{FILE}.{rank}"
     own.write_text(json.dumps(fault), encoding="utf-8")
     try:

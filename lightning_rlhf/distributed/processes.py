@@ -38,7 +38,8 @@ def together(work: Callable[[], _Object]) -> _Object:
         What this rank's ``work`` returned.
 
     Raises:
-        Exception: that of the first rank that had one, with an attribute ``on_every_rank`` that is true.
+        Exception: that of the first rank that had one, with two attributes: ``on_every_rank``, which is true, and
+            ``of_rank``, that rank.
     """
     if place()[1] == 1:
         return work()
@@ -55,7 +56,7 @@ def together(work: Callable[[], _Object]) -> _Object:
     for rank, first in enumerate(errors):
         if first is not None:
             raised: Any = own if own is not None and rank == place()[0] else first
-            raised.on_every_rank = True
+            raised.on_every_rank, raised.of_rank = True, rank
             raise raised
     return result
 

@@ -30,6 +30,8 @@ from lightning_rlhf.reporting.mlflow_logger import end_as_failed
 from lightning_rlhf.runs.ending import RunFailed, how_to_go_on, report_of_process, told
 from lightning_rlhf.schema import InputError, check
 from lightning_rlhf.settings import build
+from lightning_rlhf.supervise.classify import USER_CODE
+from lightning_rlhf.supervise.ending import kind_of
 from lightning_rlhf.threads import waiting
 
 try:
@@ -37,7 +39,7 @@ try:
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig, TrainingFailedError
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    from lightning_rlhf.distributed.ray_watch import Refused, Watch, failures
+    from lightning_rlhf.distributed.ray_watch import NotAgain, Refused, Watch, failures
 except ImportError as error:
     raise ImportError(f'needs Ray Train: pip install "lightning-rlhf[ray]" ({error})') from error
 
@@ -87,8 +89,9 @@ def start(config: Mapping[str, Any]) -> dict[str, float]:
         except TrainingFailedError as failure:
             if stop.received:
                 raise Interrupted(stop.received) from failure
-            if isinstance(getattr(failure, "controller_failure", None), Refused):
-                raise InputError(str(failure.controller_failure)) from failure
+            refusal = getattr(failure, "controller_failure", None)
+            if isinstance(refusal, Refused):
+                raise InputError(str(refusal)) from failure
             reason = _why_it_ended(failure)
             end_as_failed(folder, reason)
             raise RunFailed("\n".join([reason, *how_to_go_on(config)])) from failure
@@ -180,6 +183,9 @@ def check_resources(scaling: ScalingConfig, *, may_grow: bool) -> None:
 
 
 def _why_it_ended(failure: TrainingFailedError) -> str:
+    own = getattr(failure, "controller_failure", None)
+    if isinstance(own, NotAgain):
+        return f"training has ended, and is not started again, as the error is one of your own code:\n{own}"
     workers = getattr(failure, "worker_failures", None)
     reasons = failures(workers) if workers else [f"Ray could not run the workers: {failure}"]
     return "\n".join(["training has ended, and Ray does not start it again (trainer.ray.max_failures):", *reasons])
@@ -197,7 +203,8 @@ def work(task: Mapping[str, Any]) -> dict[str, float]:
 
     Raises:
         Refused: the configuration cannot work, here or on any machine.
-        RuntimeError: training failed; the traceback has been printed.
+        NotAgain: code of the user's own failed; the traceback has been printed.
+        RuntimeError: training failed otherwise; the traceback has been printed.
     """
     rank = int(os.environ["RANK"])
     for path in (task["folder"], task["file"]):
@@ -224,7 +231,8 @@ def work(task: Mapping[str, Any]) -> dict[str, float]:
     except Exception as error:
         report_of_process(f"worker {rank} on {socket.gethostname()}", error, Path(task["file"]).parent)
         # As plain text: not every error can be sent, and the receiver may lack its class.
-        raise RuntimeError(f"{type(error).__name__}: {error}") from None
+        sent = NotAgain if kind_of(error) == USER_CODE else RuntimeError
+        raise sent(f"{type(error).__name__}: {error}") from None
 
 
 def _continued(config: dict[str, Any], before: Mapping[str, int]) -> dict[str, Any]:

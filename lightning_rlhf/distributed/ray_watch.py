@@ -12,6 +12,10 @@ class Refused(ValueError):
     """The configuration of a worker cannot work, at no other start either."""
 
 
+class NotAgain(RuntimeError):
+    """The training failed with an error that would come again at the next start: one in the user's own code."""
+
+
 class Watch(UserCallback):
     """Prints why workers failed, and ends the run at once if another start would fail, too.
 
@@ -26,12 +30,14 @@ class Watch(UserCallback):
         """Called once for each failure, before Ray decides whether to start again.
 
         Raises:
-            Refused: a worker raised it. Ray does not restart after an error raised here.
+            Refused, NotAgain: a worker raised it. Ray does not restart after an error raised here.
         """
         self.failures += 1
-        for error in worker_exceptions.values():
+        for rank, error in sorted(worker_exceptions.items()):
             if isinstance(error, Refused):
                 raise error
+            if isinstance(error, NotAgain):
+                raise NotAgain(*failures({rank: error}))
         if 0 <= self.max_failures < self.failures:
             return  # the command prints it
         limit = f" of {self.max_failures}" if self.max_failures >= 0 else ""

@@ -36,14 +36,18 @@ def iteration_of(checkpoint: Path) -> int:
 
 
 def whole(checkpoint: Path) -> bool:
-    """Whether its checksums are right; the training that begins from it looks closer (this needs no torch)."""
+    """Whether its checksums are right; the training that begins from it looks closer (this needs no torch).
+
+    Raises:
+        OSError: it cannot be read, by a fault of the disk or for want of a permission: that says nothing about it.
+    """
     try:
         if checkpoint.is_dir():
             listed = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))["files"]
             return all(_sha256(checkpoint / name) == entry["sha256"] for name, entry in listed.items())
         with zipfile.ZipFile(checkpoint) as archive:
             return archive.testzip() is None
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, zipfile.BadZipFile):
+    except (FileNotFoundError, ValueError, KeyError, TypeError, RuntimeError, zipfile.BadZipFile):
         return False
 
 
@@ -63,14 +67,25 @@ def newest(folder: Path, *, back: bool = False) -> Path | None:
     Args:
         folder: of the checkpoints.
         back: leave out those marked as suspect, unless all are; then it is the oldest.
+
+    Raises:
+        OSError: one cannot be read, and none of the others is whole.
     """
     found = [path for path in folder.glob("[!.]*.ckpt") if iteration_of(path) >= 0]
     found.sort(key=iteration_of, reverse=True)
-    verified = [path for path in found if has(path, "verified")]
-    good = [path for path in verified if whole(path)] or [path for path in found if whole(path)]
-    if not good or not back:
-        return good[0] if good else None
-    return next((path for path in good if not has(path, "suspect")), good[-1])
+    if back:
+        suspect = [path for path in reversed(found) if has(path, "suspect")]
+        found = [path for path in found if path not in suspect] + suspect
+    unreadable = None
+    for path in sorted(found, key=lambda path: not has(path, "verified")):  # keeps their order otherwise
+        try:
+            if whole(path):
+                return path
+        except OSError as error:
+            unreadable = error
+    if unreadable is not None:
+        raise unreadable
+    return None
 
 
 def set_aside(folder: Path) -> None:

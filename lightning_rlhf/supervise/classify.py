@@ -11,7 +11,7 @@ from typing import Any
 CLASSES: dict[str, str] = {
     "out_of_memory": "out of memory, on the device or killed by the kernel",
     "divergence": "NaN, or a callback has found the run to be broken",
-    "communication": "another process or a server did not answer",
+    "communication": "another process or a server did not answer, or a server answered with an error",
     "hang": "no sign of life",
     "killed": "killed by SIGKILL, not by the supervisor",
     "preempted": "SIGTERM or SIGUSR1, not passed on by the supervisor",
@@ -21,8 +21,10 @@ CLASSES: dict[str, str] = {
     "unknown": "any other error",
 }
 """What can go wrong, in words."""
+USER_CODE = "user_code"
 DONE, STOPPED = "done", "stopped"
-"""Two further classes of an end: the training is finished; a signal to the supervisor, or Ctrl-C, ended it."""
+"""The class of errors in the user's own code. Two further classes of an end: the training is finished; a signal to
+the supervisor, or Ctrl-C, ended it."""
 
 _BY_EXIT = {
     signal.SIGTERM: "preempted",

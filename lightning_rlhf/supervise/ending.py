@@ -22,6 +22,8 @@ from omegaconf.errors import OmegaConfBaseException
 from lightning_rlhf import passwords
 from lightning_rlhf.checkpoint import CheckpointError
 from lightning_rlhf.control import TrainingFailed
+from lightning_rlhf.distributed.first_fault import rank_of
+from lightning_rlhf.distributed.processes import place_at_start
 from lightning_rlhf.errors import InputError, SettingError
 from lightning_rlhf.memory import OutOfMemory, is_out_of_memory
 from lightning_rlhf.rewards import RewardError
@@ -34,6 +36,15 @@ from lightning_rlhf.supervise.files import Beat
 log = logging.getLogger(__name__)
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+_OF_SERVERS = {
+    *("ConnectionError", "Timeout", "HTTPError"),  # requests
+    *("TransportError", "HTTPStatusError"),  # httpx
+    *("APIConnectionError", "APIStatusError"),  # clients of model APIs
+    *("ClientConnectionError", "ClientResponseError"),  # aiohttp
+    *("URLError", "RpcError"),  # urllib, gRPC
+}
+"""Classes by which libraries say that a server did not answer, or answered with an error: a reward of one's own that
+asks a server fails with them. By name, since none of these libraries need be there."""
 _LONGEST = 20_000
 """Characters of a traceback that are kept, from its end."""
 
@@ -95,7 +106,7 @@ def _write(folder: Path, error: Exception) -> None:
         "message": passwords.hidden(str(error)),
         "origin": passwords.hidden(str(getattr(error, "origin", ""))),
         "traceback": passwords.hidden(trace),
-        "rank": int(os.environ.get("RANK", "0")),
+        "rank": rank_of(error, place_at_start()[0]),
         "time": time.time(),
     }
     own = folder / f".{files.END}.{os.getpid()}"
@@ -131,7 +142,7 @@ def kind_of(error: BaseException) -> str:
     if isinstance(error, RunFailed):  # of other processes, which may have left no record
         return classify.by_text(str(error)) or "unknown"
     if isinstance(error, (RewardError, CodeEnded)) or from_own_code(error):
-        return "user_code"
+        return classify.USER_CODE
     if any(isinstance(each, PermissionError) for each in chain):
         return "disk"
     return classify.by_text(f"{type(error).__name__}: {error}") or "unknown"
@@ -155,4 +166,5 @@ def _is_divergence(error: BaseException) -> bool:
 def _is_communication(error: BaseException) -> bool:
     kinds: tuple[type[BaseException], ...] = (ConnectionError, TimeoutError, ServersGone)
     distributed = tuple(getattr(torch.distributed, name, None) for name in ("DistError", "DistNetworkError"))
-    return isinstance(error, kinds + tuple(kind for kind in distributed if kind is not None))
+    known = kinds + tuple(kind for kind in distributed if kind is not None)
+    return isinstance(error, known) or any(kind.__name__ in _OF_SERVERS for kind in type(error).__mro__)

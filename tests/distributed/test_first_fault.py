@@ -60,6 +60,15 @@ class Fault(RLHFCallback):
         self.breaks("checkpoint")
 
 
+class Raises:
+    """A reward that raises on rank 1; ranks exchange such an error, and all raise it."""
+
+    def __call__(self, batch: Any) -> list[float]:
+        if of_rank_1():
+            raise Broken("no answer")
+        return [0.0] * len(batch)
+
+
 class Hangs:
     """A reward that does not return on rank 1 before rank 0 has given up."""
 
@@ -97,6 +106,17 @@ def test_all_processes_name_the_one_that_failed(ranks: Callable[..., Any], phase
     other, faulty = ranks(own, *held_out, f"trainer={strategy}")
     assert faulty == ("Broken", f"broken in {phase}")
     assert other == ("PeerFailed", f"ended, as process 1 has failed: Broken: broken in {phase}")
+
+
+def test_an_error_that_all_raise_is_recorded_as_that_of_the_one_that_had_it(
+    ranks: Callable[..., Any],
+    folder: Path,  # noqa: F811
+) -> None:
+    raises = f"+reward.terms.own={{weight: 1, reward: {{_target_: {HERE}.Raises}}}}"
+    ends = ranks(raises)
+    assert [kind for kind, _ in ends] == ["RewardError", "RewardError"]
+    [file] = folder.rglob(first_fault.FILE)
+    assert json.loads(file.read_text(encoding="utf-8"))["rank"] == 1
 
 
 def test_a_process_that_never_comes(ranks: Callable[..., Any]) -> None:

@@ -20,13 +20,14 @@ from lightning_rlhf.callbacks import RLHFCallback
 from lightning_rlhf.checkpoint import latest_valid
 from lightning_rlhf.distributed.ray_settings import RaySettings
 from lightning_rlhf.run import run
+from lightning_rlhf.runs.ending import RunFailed
 from lightning_rlhf.train import train
 from tests.ranks import run_ranks
 
 ray = pytest.importorskip("ray")
 
 from lightning_rlhf.distributed import ray_launch  # noqa: E402
-from lightning_rlhf.distributed.ray_watch import Refused, Watch, failures  # noqa: E402
+from lightning_rlhf.distributed.ray_watch import NotAgain, Refused, Watch, failures  # noqa: E402
 
 # --- what is asked of Ray --------------------------------------------------------------------------------------------
 
@@ -128,6 +129,8 @@ def test_failures_are_printed_with_the_next_step(capsys):
     assert capsys.readouterr().out == "", "there is no second start, and the command says so"
     with pytest.raises(Refused, match="no such file"):
         watch.after_exception(None, {0: lost, 1: Refused("no such file")})
+    with pytest.raises(NotAgain, match=r"^worker 1 failed: RewardError: x$"):
+        watch.after_exception(None, {0: lost, 1: NotAgain("RewardError: x")})
 
 
 def test_the_error_names_workers() -> None:
@@ -192,6 +195,20 @@ class Death(RLHFCallback):
         if stats.iteration == self.iteration and trainer.global_rank == 1 and not self.mark.exists():
             self.mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Fails:
+    """A reward that raises on the second worker, after it has written down that it was asked."""
+
+    def __init__(self, mark: str) -> None:
+        self.mark = Path(mark)
+
+    def __call__(self, batch: Any) -> list[float]:
+        if os.environ["RANK"] == "1":
+            with self.mark.open("a") as file:
+                file.write("asked\n")
+            raise KeyError("the answer is missing")
+        return [0.0] * len(batch)
 
 
 TINY = [
@@ -274,3 +291,15 @@ def test_ray_does_not_restart_an_invalid_configuration(started_ray, tmp_path):
         trainer.fit()
     assert str(caught.value.controller_failure) == "data: bad row"
     assert starts.read_text() == "start\n"
+
+
+@pytest.mark.slow
+def test_ray_does_not_restart_after_an_error_of_the_users_own_code(started_ray, tmp_path):
+    mark = tmp_path / "asked"
+    own = f"+reward.terms.own={{weight: 1, reward: {{_target_: {__name__}.Fails, mark: {mark}}}}}"
+    with pytest.raises(RunFailed) as caught:
+        train(compose_in(tmp_path / "run", "trainer=ray", "trainer.ray.max_failures=3", own))
+    assert mark.read_text() == "asked\n"
+    said = str(caught.value)
+    assert "is not started again, as the error is one of your own code" in said
+    assert "failed: RewardError: reward term 'own'" in said and "the answer is missing" in said

@@ -79,7 +79,7 @@ def test_a_full_disk_takes_no_judgement_from_the_supervisor(tmp_path: Path) -> N
     project = Project(tmp_path)
     [case] = [each for each in Plans().cases(["disk"]) if each.on_disk == "run"]
     ran = project.run(case, 0)
-    assert "supervise: not written" in ran.output and "supervise/command.py" not in ran.output, "no error of its own"
+    assert "supervise: not written" in ran.output and "supervise/supervisor.py" not in ran.output, "no error of its own"
     assert "giving up: disk came back soon after it was retried once" in ran.output
     assert "the error of the last of 2 attempts:" in ran.output and "No space left on device" in ran.output
     assert ran.code not in (0, None)

@@ -11,8 +11,11 @@ import sys
 import zipfile
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
 
+import httpx
 import pytest
+import requests
 import torch
 import yaml
 
@@ -107,9 +110,24 @@ def test_the_class_of_an_error(error: Exception, kind: str) -> None:
 def test_the_cause_of_an_error_counts() -> None:
     assert kind_of(raised(RewardError("reward term 'a'"), MemoryError())) == "out_of_memory"
     assert kind_of(raised(RewardError("reward term 'a'"), ConnectionRefusedError())) == "communication"
+    for lost in (requests.ConnectTimeout(), requests.HTTPError("503"), httpx.ReadError("reset"), URLError("refused")):
+        assert kind_of(raised(RewardError("reward term 'a'"), lost)) == "communication"
+    assert kind_of(raised(RewardError("reward term 'a'"), requests.exceptions.InvalidURL("x"))) == "user_code"
     assert kind_of(raised(RewardError("reward term 'a'"), KeyError("x"))) == "user_code"
     assert kind_of(raised(RewardError("reward term 'a'"), PermissionError())) == "user_code"
     assert kind_of(raised(RuntimeError("it ended"), OSError(errno.ENOSPC, "full"))) == "disk"
+
+
+def test_an_error_that_ranks_exchange_is_that_of_the_rank_on_which_it_arose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(files.VARIABLE, str(tmp_path))
+    error = RewardError("reward term 'a'")
+    error.of_rank = 3  # type: ignore[attr-defined]
+    with pytest.raises(RewardError), recorded():
+        raise error
+    record = files.read(tmp_path / files.END)
+    assert record is not None and record["rank"] == 3
 
 
 def test_the_first_error_of_all_processes_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,8 +210,9 @@ def test_whole_numbers_stay_whole_and_what_the_run_lacks_is_left_out() -> None:
 def test_classes_without_steps_are_not_retried() -> None:
     assert not decide(State(), settings(), "configuration", 0, {}).retry
     state = State()
-    assert decide(state, settings(), "user_code", 4, CONFIG).retry
     assert not decide(state, settings(), "user_code", 4, CONFIG).retry
+    assert decide(state, settings(), "disk", 4, CONFIG).retry
+    assert not decide(state, settings(), "disk", 4, CONFIG).retry
     assert set(settings().policy) == set(CLASSES), "the shipped table answers every class"
 
 
@@ -386,6 +405,23 @@ def test_going_back_leaves_out_suspect_checkpoints(tmp_path: Path) -> None:
     for path in paths[:2]:
         checkpoints.mark_suspect(path, {"attempt": 3})
     assert checkpoints.newest(tmp_path, back=True) == paths[0], "all are suspect: the oldest"
+
+
+def test_checkpoints_that_cannot_be_read_are_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that does not answer is no reason to begin again; another checkpoint that can be read will do."""
+    paths, opened = [checkpoint(tmp_path, number) for number in (2, 4)], zipfile.ZipFile
+
+    def fails(path: Path, *arguments: Any) -> Any:
+        if path in broken:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return opened(path, *arguments)
+
+    monkeypatch.setattr(zipfile, "ZipFile", fails)
+    broken = paths[1:]
+    assert checkpoints.newest(tmp_path) == paths[0]
+    broken = paths
+    with pytest.raises(OSError, match="Input/output error"):
+        checkpoints.newest(tmp_path)
 
 
 def test_damaged_checkpoints_make_room_for_a_training_that_begins_again(tmp_path: Path) -> None:

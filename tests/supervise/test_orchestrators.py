@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_rlhf.supervise.command import AGAIN, AGAIN_CHANGED, NEVER
 from lightning_rlhf.supervise.files import Beat
+from lightning_rlhf.supervise.supervisor import AGAIN, AGAIN_CHANGED, NEVER
 from tests.runs.test_resume_command import TINY, project, record, runs_in  # noqa: F401
 from tests.supervise.test_supervise import PATIENCE, state, trouble  # noqa: F401
 

@@ -178,28 +178,25 @@ def test_a_refused_start_leaves_the_record_of_a_finished_run(project: Path) -> N
     assert record(project / "run")[0] == "FINISHED" and not (project / "run" / "crashes").exists()
 
 
-def test_an_error_of_a_reward_is_retried_once(
+def test_an_error_of_a_reward_is_not_retried(
     trouble: Path,
     capfd: pytest.CaptureFixture,
     webhook: Webhook,  # noqa: F811
 ) -> None:
-    """Then the supervisor gives up with the error, MLflow has report and history, and people know of both."""
+    """The supervisor gives up with the error, MLflow has the report, people are told, no checkpoint is blamed."""
     words = ["hydra.run.dir=run", *FAST, f"supervise.notify={webhook.address}"]
     assert supervise(*TINY, reward("raise"), *words) == 1
-    assert [message["title"] for message in webhook.received] == [
-        "lightning-rlhf run: crash (user_code), trying again",
-        "lightning-rlhf run: given up (user_code)",
-    ]
+    assert [message["title"] for message in webhook.received] == ["lightning-rlhf run: given up (user_code)"]
     assert "# Attempt 1: user_code" in webhook.received[0]["message"]
     assert "secret" not in "".join(path.read_text() for path in (trouble / "run").rglob("*.*") if path.suffix in TEXTS)
     folder, error = trouble / "run", capfd.readouterr().err
-    assert [each["class"] for each in state(folder)["attempts"]] == ["user_code", "user_code"]
-    assert "the error of the last of 2 attempts:\nRewardError" in error and "7+7 is missing" in error
-    assert 'trouble.py", line ' in error[error.index("the error of the last") :]
-    assert "giving up: user_code came back soon after it was retried once" in error
-    assert (folder / "crashes" / "attempt_02.md").exists()
+    assert [each["class"] for each in state(folder)["attempts"]] == ["user_code"]
+    assert "the error:\nRewardError" in error and "7+7 is missing" in error
+    assert 'trouble.py", line ' in error[error.index("the error:") :]
+    assert "giving up: user_code is not retried" in error
+    assert (folder / "crashes" / "attempt_01.md").exists() and not list(folder.rglob("*.suspect.json"))
     status, _, tags = record(folder)
-    assert status == "FAILED" and "giving up" in tags["lightning_rlhf.attempt_02"]
+    assert status == "FAILED" and "giving up" in tags["lightning_rlhf.attempt_01"]
 
 
 def test_a_used_up_budget_is_remembered_and_the_record_is_closed(trouble: Path, capfd: pytest.CaptureFixture) -> None:
@@ -266,9 +263,12 @@ def test_a_supervisor_that_is_killed_takes_its_training_with_it(project: Path) -
 
 def test_ctrl_c_is_passed_on_and_nothing_is_left_running(project: Path) -> None:  # noqa: F811
     folder = project / "run"
-    supervisor = started(folder, *TINY, "iterations=100000")
+    supervisor = started(folder, *TINY, "iterations=100000", "supervise.notify=[]", "supervise.policy.disk=[{}, {}]")
     supervisor.send_signal(signal.SIGINT)
-    assert supervisor.wait(PATIENCE) == 130
+    said = supervisor.communicate(timeout=PATIENCE)[1]
+    assert supervisor.returncode == 130
+    command = f"lightning-rlhf supervise supervise.notify=... 'supervise.policy.disk=[{{}}, {{}}]' resume={folder}"
+    assert f"to go on under supervision: {command}" in said
     assert record(folder)[0] == "KILLED"
     [attempt] = state(folder)["attempts"]
     assert attempt["class"] == "stopped" and state(folder)["pending"] is None
