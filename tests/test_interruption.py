@@ -21,26 +21,20 @@ import torch
 
 from lightning_rlhf.interruption import REQUEST_VARIABLE, Interrupted, Signals, passed_on, signals
 from lightning_rlhf.runs.ending import how_to_go_on, resume_command
+from tests.overrides import FEW, OWN_PROMPTS
 
 BIN = Path(sys.executable).parent
 SECONDS = 900
 """Longest wait of a test; no result depends on elapsed time."""
 
 TINY = [
+    *OWN_PROMPTS,
+    *FEW,
     "model.source.hidden_size=32",
     "model.source.layers=1",
     "model.source.heads=2",
     "threads=1",
     "callbacks=checkpoint",
-    "data=jsonl",
-    "data.train.path=prompts.jsonl",
-    "data.validation=null",
-    "data.prompts_per_iteration=4",
-    "reward=exact_match",
-    "module.update.minibatch_size=4",
-    "module.update.epochs=1",
-    "rollout.max_new_tokens=4",
-    "trainer.enable_progress_bar=false",
 ]
 CALLBACK = '''
 import os, time

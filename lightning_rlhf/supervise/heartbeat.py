@@ -121,9 +121,13 @@ class Heartbeat(RLHFCallback):
         if not at_once and time.monotonic() - self._noted < AT_LEAST:
             return
         self._noted = time.monotonic()
-        logged = trainer.callback_metrics
-        values = [value.detach().reshape(()).to(module.device, torch.float32) for value in logged.values()]
-        metrics = dict(zip(logged, torch.stack(values).tolist() if values else [], strict=True))  # one transfer
+        try:
+            metrics = _measured(trainer, module)
+        except RuntimeError as error:
+            if not at_once:
+                raise
+            log.warning("the last metrics cannot be read for the supervisor: %s", error)  # a device that has failed
+            metrics = {}
         content = {"iteration": _iteration(module), "metrics": metrics, "decisions": list(self._decisions)}
         try:
             files.write(self._folder / files.LAST, content)
@@ -147,6 +151,13 @@ class Heartbeat(RLHFCallback):
         update = getattr(getattr(module, "control", None), "update", 0)
         row = {"verb": "retry", "reason": told["reason"], "iteration": _iteration(module), "update": update}
         tell(trainer.loggers, "log_decisions", [row])
+
+
+def _measured(trainer: Trainer, module: LightningModule) -> dict[str, float]:
+    """The newest value of each metric, in one transfer from the device."""
+    logged = trainer.callback_metrics
+    values = [value.detach().reshape(()).to(module.device, torch.float32) for value in logged.values()]
+    return dict(zip(logged, torch.stack(values).tolist() if values else [], strict=True))
 
 
 def _iteration(module: LightningModule) -> int:

@@ -18,6 +18,7 @@ from pathlib import Path
 from lightning_rlhf.reporting import RLMLFlowLogger, send_spooled
 from tests.crash_matrix.cases import ITERATIONS, REFERENCES, Case
 from tests.crash_matrix.faults import BEGAN, DISK, PLAN, SERVER, STRUCK, rows
+from tests.overrides import OWN_PROMPTS, SMALL_MODEL
 from tests.reporting.test_mlflow_logger import Server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,19 +26,11 @@ PATIENCE = 1500.0
 """Seconds after which a supervised run counts as hanging."""
 
 WORDS = (
-    "threads=1",
-    "warmup=none",
+    *SMALL_MODEL,
+    *OWN_PROMPTS,
     f"iterations={ITERATIONS}",
-    "model.source.hidden_size=32",
-    "model.source.layers=1",
-    "model.source.heads=2",
-    "data=jsonl",
-    "data.train.path=prompts.jsonl",
-    "data.validation=null",
     "data.prompts_per_iteration=12",
-    "reward=exact_match",
     "+reward.terms.own={weight: 1, reward: {_target_: tests.crash_matrix.faults.Reward, wrong: null}}",
-    "rollout.max_new_tokens=4",
     "module.update.minibatch_size=6",
     "module.update.epochs=2",
     "callbacks.checkpoint.every_n_iterations=1",

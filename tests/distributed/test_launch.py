@@ -15,27 +15,17 @@ from lightning_rlhf import cli
 from lightning_rlhf.distributed import launch
 from lightning_rlhf.rollout.server_pool import ServersGone
 from lightning_rlhf.schema import InputError
+from tests.overrides import FEW, OWN_PROMPTS, SMALL_MODEL
 
 BIN = Path(sys.executable).parent
 
 TINY = [
-    "model.source.hidden_size=32",
-    "model.source.layers=1",
-    "model.source.heads=2",
-    "threads=1",
-    "warmup=none",
+    *SMALL_MODEL,
+    *OWN_PROMPTS,
+    *FEW,
     "logger=none",
     "callbacks=checkpoint",
     "callbacks.checkpoint.every_n_iterations=1",
-    "data=jsonl",
-    "data.train.path=prompts.jsonl",
-    "data.validation=null",
-    "data.prompts_per_iteration=4",
-    "reward=exact_match",
-    "module.update.minibatch_size=4",
-    "module.update.epochs=1",
-    "rollout.max_new_tokens=4",
-    "trainer.enable_progress_bar=false",
 ]
 
 CALLBACK = """

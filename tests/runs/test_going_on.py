@@ -16,22 +16,12 @@ from lightning_rlhf import cli
 from lightning_rlhf.checkpoint import latest_valid
 from lightning_rlhf.runs.ending import how_to_go_on
 from lightning_rlhf.runs.folder import note_start, refuse_another_runs, starts
+from tests.overrides import FEW, OWN_PROMPTS, SMALL_MODEL
 
 TINY = [
-    "threads=1",
-    "warmup=none",
-    "model.source.hidden_size=32",
-    "model.source.layers=1",
-    "model.source.heads=2",
-    "data=jsonl",
-    "data.train.path=prompts.jsonl",
-    "data.validation=null",
-    "data.prompts_per_iteration=4",
-    "reward=exact_match",
-    "rollout.max_new_tokens=4",
-    "module.update.minibatch_size=4",
-    "module.update.epochs=1",
-    "trainer.enable_progress_bar=false",
+    *SMALL_MODEL,
+    *OWN_PROMPTS,
+    *FEW,
     "logger=none",
 ]
 

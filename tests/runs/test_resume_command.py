@@ -19,20 +19,13 @@ from omegaconf import OmegaConf
 
 from lightning_rlhf import cli
 from lightning_rlhf.checkpoint import latest_valid
+from tests.overrides import OWN_PROMPTS, SMALL_MODEL
 
 TINY = [
-    "threads=1",
-    "warmup=none",
+    *SMALL_MODEL,
+    *OWN_PROMPTS,
     "iterations=4",
-    "model.source.hidden_size=32",
-    "model.source.layers=1",
-    "model.source.heads=2",
-    "data=jsonl",
-    "data.train.path=prompts.jsonl",
-    "data.validation=null",
     "data.prompts_per_iteration=12",
-    "reward=exact_match",
-    "rollout.max_new_tokens=4",
     "module.update.minibatch_size=6",
     "module.update.epochs=2",
     "callbacks.checkpoint.every_n_iterations=2",

@@ -81,6 +81,26 @@ def test_a_file_that_cannot_be_written_does_not_end_the_training(
     assert (tmp_path / files.BEAT).stat().st_mtime_ns > before, "its time is the sign of life"
 
 
+def test_a_device_that_has_failed_does_not_hide_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No pretended device: reading the metrics fails as it would after the device's own error."""
+
+    class Fails(RLHFCallback):
+        def on_update_end(self, trainer: Any, module: Any, stats: Any) -> None:
+            monkeypatch.setattr(heartbeat, "_measured", broken)
+            raise KeyError("the first error")
+
+    def broken(*_: Any) -> dict[str, float]:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    with pytest.raises(KeyError, match="the first error") as caught:
+        fit(tiny_module(iterations=2), [Heartbeat(tmp_path), Fails()])
+    assert caught.value.__context__ is None and "cannot be read for the supervisor: CUDA error" in caplog.text
+    last = files.read(tmp_path / files.LAST)
+    assert last is not None and last["metrics"] == {}
+
+
 def test_without_a_supervisor_there_is_no_callback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert heartbeat.heartbeat() == []
     monkeypatch.setenv(files.VARIABLE, str(tmp_path))
