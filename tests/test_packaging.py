@@ -78,7 +78,27 @@ def test_pre_commit_and_ci_run_the_same_tools():
     linted = [line.strip().removeprefix("$(BIN)/") for line in recipe[1].splitlines()]
     assert tools(linted) == tools(hooks) and len(hooks) == 3
     assert all("--fix" not in command for command in linted) and "ruff format --check ." in linted, "it only looks"
-    assert re.search(r"^make lint$", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("lint", "tests", "code", "last"),
+    [(0, 0, 0, "3 passed"), (0, 2, 2, "1 failed"), (1, 0, 1, "a type is wrong"), (1, 2, 1, "a type is wrong")],
+)
+def test_the_gate_needs_both_lint_and_tests(tmp_path: Path, lint: int, tests: int, code: int, last: str) -> None:
+    """It ends with pytest's summary, or with what lint has found."""
+    gate = tmp_path / ".ci" / "run"
+    gate.parent.mkdir()
+    shutil.copy(ROOT / ".ci" / "run", gate)
+    said = "1 failed" if tests else "3 passed"
+    (tmp_path / "Makefile").write_text(
+        "$(VENV)/.installed-dev:\n\t@mkdir -p $(VENV)\n"
+        f"lint:\n\t@echo 'a type is wrong'; exit {lint}\n"
+        f"test:\n\t@echo '{said}'; exit {tests}\n",
+        encoding="utf-8",
+    )
+    done = subprocess.run([gate], capture_output=True, text=True, timeout=300, check=False)
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("make: ")]
+    assert done.returncode == code and lines[-1] == last
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
