@@ -44,6 +44,7 @@ from lightning_rlhf.screening import reply_tokens
 from lightning_rlhf.seeds import RankSeeds
 from lightning_rlhf.supervise.heartbeat import heartbeat
 from lightning_rlhf.warmup import WarmUp
+from lightning_rlhf.warmup import warm_up as supervised
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +58,9 @@ class Parts:
     module: ActorCriticModule
 
 
-def assemble(config: dict[str, Any], *, warm_up: bool = True) -> Parts:
+def assemble(
+    config: dict[str, Any], *, warm_up: bool = True, earlier_warm_up: Mapping[str, Any] | None = None
+) -> Parts:
     """Build tokenizer, data, rollout engine, reward, model and module, in this order, from a fixed seed.
 
     Errors in data, reward and lengths are reported before the model's weights are loaded.
@@ -65,6 +68,7 @@ def assemble(config: dict[str, Any], *, warm_up: bool = True) -> Parts:
     Args:
         config: plain containers, as :func:`lightning_rlhf.schema.check` returns them.
         warm_up: run the configured supervised warm-up; not needed where a checkpoint's weights are loaded.
+        earlier_warm_up: what the checkpoint of a run that is resumed says of the warm-up at its start.
 
     Raises:
         InputError: a block cannot be built as configured.
@@ -100,7 +104,9 @@ def assemble(config: dict[str, Any], *, warm_up: bool = True) -> Parts:
     warmed: Any = None
     if config.get("warmup") and warm_up:
         with building("warmup"):
-            warmed = make(config["warmup"], loaded=loaded, datamodule=datamodule, seed=seed)
+            own = locate(config["warmup"]["_target_"]) is supervised
+            earlier = {"earlier": earlier_warm_up} if own and earlier_warm_up else {}
+            warmed = make(config["warmup"], loaded=loaded, datamodule=datamodule, seed=seed, **earlier)
     with building("model.policy"):
         policy = make(config["model"]["policy"], loaded=loaded)
     with building("module"):
@@ -108,7 +114,7 @@ def assemble(config: dict[str, Any], *, warm_up: bool = True) -> Parts:
         module = make(config["module"], **objects)
     module.run_config = config
     if isinstance(warmed, WarmUp):
-        module.warm_up = {"steps": warmed.steps, "loss": warmed.loss, "lr": config["warmup"]["lr"]}
+        module.warm_up = {**warmed.record, "lr": config["warmup"]["lr"]}
     return Parts(loaded, datamodule, module)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_rlhf import __version__
 from lightning_rlhf.assembly import building, load_checkpoint, make
 from lightning_rlhf.evaluate import without_reference
 from lightning_rlhf.mixins.alp_settings import ALPSettings, alp_settings
@@ -19,10 +20,12 @@ from lightning_rlhf.models.actor import Actor
 from lightning_rlhf.models.fixed_perturbation import save_perturbation
 from lightning_rlhf.models.perturbation import decoder_layers
 from lightning_rlhf.quiet import quiet_loading
-from lightning_rlhf.runs.folder import STARTS
 from lightning_rlhf.runs.recompose import Composition
 from lightning_rlhf.runs.resume import planned
 from lightning_rlhf.schema import InputError, get
+
+RECORD = "lightning_rlhf_export.json"
+"""File of an export with the names of all its files: a folder that holds others is not replaced."""
 
 
 def export_checkpoint(
@@ -68,6 +71,8 @@ def export_checkpoint(
         actor.save_pretrained(staging, loaded.tokenizer)
         if perturbation and noise is not None:
             _save_noise(actor.lm, saved["state_dict"]["perturbation.log_sigma"], noise, staging)
+        content = {"lightning_rlhf": __version__, "files": sorted([*_files(staging), RECORD])}
+        (staging / RECORD).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         _as_umask_says(staging)
         former = staging.with_name(f"{staging.name}.former")
         if target.exists():
@@ -125,7 +130,7 @@ def _base_model(config: Mapping[str, Any]) -> LoadedModel:
 
 
 def _refuse_what_is_not_replaced(target: Path, output: str, force: bool) -> None:
-    """Accept only a new or empty folder or, with ``force``, an earlier export: a model and no files of a training.
+    """Accept only a new or empty folder or, with ``force``, an earlier export with nothing added since.
 
     Raises:
         InputError: ``target`` is something else; the message says what.
@@ -139,21 +144,24 @@ def _refuse_what_is_not_replaced(target: Path, output: str, force: bool) -> None
         raise InputError(f"output = {output!r} exists and is not an empty folder; {which}")
     if not any(target.iterdir()):
         return
-    no_export = f"output = {output!r} is not replaced, force=true or not: force is for earlier exports, and this folder"
+    kept = f"output = {output!r} is not replaced, force=true or not, as it"
     try:
-        is_model = "model_type" in json.loads((target / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError):
-        is_model = False
-    if not is_model:
-        raise InputError(f"{no_export} holds no config.json of a model; choose another folder")
-    work = sorted(path for path in target.rglob("*") if _is_work(path))
-    if work:
-        raise InputError(f"{no_export} holds {work[0].relative_to(target)}; choose another folder")
+        written = set(json.loads((target / RECORD).read_text(encoding="utf-8"))["files"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise InputError(
+            f"{kept} holds no {RECORD}, which an earlier export has: choose another folder, or remove this one yourself"
+        ) from error
+    added = sorted(name for name in _files(target) if name not in written)
+    if added:
+        raise InputError(
+            f"{kept} holds {added[0]}, which no export has written: move it away, or choose another folder"
+        )
 
 
-def _is_work(path: Path) -> bool:
-    """Whether ``path`` belongs to a Git repository or to a training (of this package or another), to be kept."""
-    return path.name in (".git", STARTS, "checkpoints") or path.suffix == ".ckpt" or path.match("checkpoint-*")
+def _files(folder: Path) -> list[str]:
+    """Names below a folder of everything in it but folders."""
+    found = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return [path.relative_to(folder).as_posix() for path in found]
 
 
 def _as_umask_says(folder: Path) -> None:

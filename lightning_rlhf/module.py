@@ -125,7 +125,7 @@ class ActorCriticModule(LightningModule):
         self.control.register("lr_scale", 1.0)
         self.run_config: dict[str, Any] | None = None
         """The resolved configuration as plain containers; travels in the checkpoint."""
-        self.warm_up: dict[str, float] | None = None
+        self.warm_up: dict[str, Any] | None = None
         """What was trained before PPO: supervised steps, peak learning rate, last loss; travels in the checkpoint."""
         self.last_evaluation: tuple[int, dict[str, float]] | None = None
         """The last evaluation on the held-out prompts: after which iteration, and its metrics."""

@@ -111,7 +111,8 @@ class ModuleState:
         if saved["reference_fingerprint"] != self.reference_fingerprint():
             raise InputError(
                 "the checkpoint was trained against another reference model than the one loaded now: the model's "
-                "source or seed has changed since, or model.policy.reference differs. Restore it, or start a new run."
+                "source or seed, its supervised warm-up or model.policy.reference has changed since. Restore it, or "
+                "start a new run."
             )
 
     def reference_fingerprint(self) -> str | None:

@@ -23,7 +23,7 @@ from lightning_rlhf.reporting.terminal import run_log, say
 from lightning_rlhf.runs.ending import failing, told
 from lightning_rlhf.runs.folder import starts
 from lightning_rlhf.runs.refusal import refuse_other_data, refuse_other_model
-from lightning_rlhf.runs.resume import read_settings
+from lightning_rlhf.runs.resume import read_content, read_settings
 from lightning_rlhf.supervise.ending import begin, recorded
 
 
@@ -63,7 +63,8 @@ def _run(plain: dict[str, Any]) -> dict[str, float]:
         introduce(plain, replaced)
     checkpoint = None if plain["resume"] is None else find_checkpoint(plain["resume"], "resume")
     trainer = make_trainer(plain)  # first: a callback or logger that cannot be built costs no loading and no warm-up
-    parts = assemble(plain)
+    saved = {} if checkpoint is None else read_content(checkpoint).get("lightning_rlhf", {})
+    parts = assemble(plain, earlier_warm_up=saved.get("warm_up"))
     parts.datamodule.accept_other_data = plain["resume_on_other_data"]
     if checkpoint is not None:
         refuse_other_data(parts, checkpoint)

@@ -55,12 +55,19 @@ class WarmUp:
         loss: mean loss of the last step, nats per answer token.
         cached: whether the weights came from the cache.
         path: the cache file.
+        rows: hash of the rows that were trained on.
     """
 
     steps: int
     loss: float
     cached: bool
     path: Path
+    rows: str
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """For checkpoints: what a later start of the run needs to have the same weights again."""
+        return {"steps": self.steps, "loss": self.loss, "kept_as": self.path.name, "rows": self.rows}
 
 
 def warm_up(
@@ -74,6 +81,7 @@ def warm_up(
     answer_field: str | Mapping[str, float] = "answer",
     cache_dir: str | Path | None = None,
     seed: int = 1,
+    earlier: Mapping[str, Any] | None = None,
 ) -> WarmUp:
     """Fine-tune on the training prompts and their answers, in place, or take the result of an earlier call.
 
@@ -92,9 +100,12 @@ def warm_up(
             for a model that knows the right answer but often gives another.
         cache_dir: folder of the cache; ``None`` is ``$LIGHTNING_RLHF_CACHE`` or ``~/.cache/lightning_rlhf``.
         seed: of the order of the rows and of the drawn answer columns.
+        earlier: :attr:`WarmUp.record` of the start of a run that is resumed: its weights are taken from the cache
+            whatever the rows are now, since they are the run's reference model.
 
     Raises:
-        ValueError: a setting is out of range, a row has no answer, or loss or weights (then not kept) are not finite.
+        ValueError: a setting is out of range, a row has no answer, or loss or weights (then not kept) are not finite;
+            or the rows are not those of ``earlier``, and its weights are gone.
         FolderInPlaceError: a folder has the name of the cache's file.
     """
     if lr is None:
@@ -109,12 +120,20 @@ def warm_up(
     rows = list(zip(*(encode(datamodule.train_prompts, loaded, field) for field in shares), strict=True))
     weights = list(shares.values())
     limits: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "lr": lr, "target": target, "seed": seed}
-    key = cache_key(loaded.lm, rows, {**limits, "shares": weights})
-    path = as_file(cache_folder(cache_dir) / f"warmup-{key}.safetensors")
-    found = _load(loaded.lm, path)
+    key, rows_now = cache_key(loaded.lm, rows, {**limits, "shares": weights}), rows_key(rows, weights)
+    folder = cache_folder(cache_dir)
+    path = as_file(folder / f"warmup-{key}.safetensors")
+    kept, rows_then = (earlier or {}).get("kept_as", path.name), (earlier or {}).get("rows", rows_now)
+    found = _load(loaded.lm, as_file(folder / kept), rows_then)
     if found is not None:
-        log.info("warm-up: %d steps, loss %.3f, cached in\n  %s", found.steps, found.loss, path)
+        log.info("warm-up: %d steps, loss %.3f, cached in\n  %s", found.steps, found.loss, found.path)
         return found
+    if rows_then != rows_now:
+        raise ValueError(
+            f"the run began with a warm-up on other rows (data.blacklist, or the data, has changed since), and its "
+            f"weights, the reference model of the run, are no longer in {folder / kept}: restore that file, or begin a "
+            "new run"
+        )
     with in_float32(loaded.lm):
         taken, loss = fit(loaded.lm, rows, weights, **limits)
     if broken := not_finite(loaded.lm):
@@ -122,7 +141,7 @@ def warm_up(
         raise ValueError(f"warmup.lr = {lr}: after {taken} steps {broken} holds NaN or infinite weights in {dtype}")
     _save(loaded.lm, path, taken, loss)
     log.info("warm-up: %d steps, loss %.3f, kept in\n  %s", taken, loss, path)
-    return WarmUp(taken, loss, cached=False, path=path)
+    return WarmUp(taken, loss, cached=False, path=path, rows=rows_now)
 
 
 def encode(prompts: Sequence[Prompt], loaded: LoadedModel, answer_field: str) -> list[Row]:
@@ -256,6 +275,11 @@ def cache_key(lm: PreTrainedModel, rows: Sequence[Sequence[Row]], settings: Mapp
     return digest.hexdigest()[:24]
 
 
+def rows_key(rows: Sequence[Sequence[Row]], shares: Sequence[float]) -> str:
+    """Hash of the rows of each answer column, and of the columns' shares."""
+    return hashlib.sha256(json.dumps([rows, list(shares)]).encode()).hexdigest()[:24]
+
+
 def _save(lm: PreTrainedModel, path: Path, steps: int, loss: float) -> None:
     """Write a temporary file and rename it: two processes at once leave one complete file, with the same content."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -269,7 +293,7 @@ def _save(lm: PreTrainedModel, path: Path, steps: int, loss: float) -> None:
 
 
 @torch.no_grad()
-def _load(lm: PreTrainedModel, path: Path) -> WarmUp | None:
+def _load(lm: PreTrainedModel, path: Path, rows: str) -> WarmUp | None:
     """Fill ``lm`` from the cache; ``None`` if there is no file, or a broken one (with a warning)."""
     if not path.exists():
         return None
@@ -284,7 +308,7 @@ def _load(lm: PreTrainedModel, path: Path) -> WarmUp | None:
             raise ValueError("its weights are not those that were written")
         if broken := not_finite(lm):
             raise ValueError(f"{broken} holds NaN or infinite weights")
-        return WarmUp(int(metadata["steps"]), float(metadata["loss"]), cached=True, path=path)
+        return WarmUp(int(metadata["steps"]), float(metadata["loss"]), cached=True, path=path, rows=rows)
     except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
         log.warning("warm-up: the cache file %s cannot be used (%s) and is made anew", path, error)
         for name, parameter in parameters.items():

@@ -629,8 +629,10 @@ def test_train_eval_and_export(elsewhere, run_tiny, capsys):
     assert cli.main(["export", "checkpoint=run", "output=exported"]) == 2
     assert "force=true" in capsys.readouterr().err
     (elsewhere / "exported" / "stale.txt").write_text("old", encoding="utf-8")
+    assert cli.main(["export", "checkpoint=run", "output=exported", "force=true"]) == 2
+    assert "holds stale.txt, which no export has written" in capsys.readouterr().err
+    (elsewhere / "exported" / "stale.txt").unlink()
     assert cli.main(["export", "checkpoint=run", "output=exported", "force=true"]) == 0
-    assert not (elsewhere / "exported" / "stale.txt").exists()
     assert [path.name for path in elsewhere.iterdir() if path.name.startswith(".")] == []
 
 

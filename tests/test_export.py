@@ -112,14 +112,13 @@ def test_a_project_that_moved_is_exported_from_another_folder(tmp_path, monkeypa
     assert cli.main(["export", "checkpoint=../elsewhere/runs/one", "output=out"]) == 0
     assert Path("out/model.safetensors").is_file()
     before = Path("out/model.safetensors").read_bytes()
-    Path("out/left_over").touch()
     Path("link").symlink_to("full")
     Path("full").mkdir()
     assert cli.main(["export", "checkpoint=../elsewhere/runs/one", "output=link"]) == 0
     assert Path("link").is_symlink() and Path("full/model.safetensors").read_bytes() == before
     assert cli.main(["export", "checkpoint=../elsewhere/runs/one", "output=out"]) == 2
     assert cli.main(["export", "checkpoint=../elsewhere/runs/one", "output=out", "force=true"]) == 0
-    assert Path("out/model.safetensors").read_bytes() == before and not Path("out/left_over").exists()
+    assert Path("out/model.safetensors").read_bytes() == before
     assert sorted(path.name for path in Path().iterdir()) == ["full", "link", "out"], "nothing hidden is left"
     base = tmp_path / "elsewhere" / "base"
     assert cli.main(["export", "checkpoint=../elsewhere/runs/one", f"output={base}", "force=true"]) == 2
@@ -127,18 +126,16 @@ def test_a_project_that_moved_is_exported_from_another_folder(tmp_path, monkeypa
 
 
 MODEL = '{"model_type": "llama"}'
+EXPORT = '{"files": ["config.json", "lightning_rlhf_export.json", "a/model.safetensors"]}'
+OURS = {"config.json": MODEL, "lightning_rlhf_export.json": EXPORT, "a/model.safetensors": ""}
 KEPT = {
-    "anything": ({"thesis.tex": ""}, "holds no config.json of a model"),
-    "another config": ({"config.json": '{"port": 80}'}, "holds no config.json of a model"),
-    "a broken config": ({"config.json": "{"}, "holds no config.json of a model"),
-    "a run": ({"config.json": MODEL, "starts.jsonl": ""}, "holds starts.jsonl"),
-    "runs below": (
-        {"config.json": MODEL, "runs/one/iteration_000001.ckpt": ""},
-        "holds runs/one/iteration_000001.ckpt",
-    ),
-    "checkpoints": ({"config.json": MODEL, "checkpoints/latest": ""}, "holds checkpoints"),
-    "those of others": ({"config.json": MODEL, "checkpoint-500/model.safetensors": ""}, "holds checkpoint-500"),
-    "a repository": ({"config.json": MODEL, ".git/HEAD": ""}, "holds .git"),
+    "anything": ({"thesis.tex": ""}, "holds no lightning_rlhf_export.json"),
+    "a model that no export wrote": ({"config.json": MODEL, "model.safetensors": ""}, "holds no lightning_rlhf_export"),
+    "a broken record": (OURS | {"lightning_rlhf_export.json": "{"}, "holds no lightning_rlhf_export.json, which an"),
+    "notes beside an export": (OURS | {"notes.txt": "mine"}, "holds notes.txt, which no export has written"),
+    "notes in an export": (OURS | {"a/notes.txt": "mine"}, "holds a/notes.txt, which no export has written"),
+    "checkpoints": (OURS | {"checkpoints/latest": ""}, "holds checkpoints/latest"),
+    "a repository": (OURS | {".git/HEAD": ""}, "holds .git/HEAD"),
 }
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_rlhf import warmup
+from lightning_rlhf import cli, warmup
 from lightning_rlhf.data import PromptDataModule
 from lightning_rlhf.data.tasks import ArithmeticTask
 from lightning_rlhf.errors import InputError
@@ -296,7 +296,6 @@ def test_the_warm_up_comes_with_the_tiny_model_and_its_task_only(compose):
 @pytest.mark.parametrize(("word", "meant"), [("warmup=sftt", "sft"), ("recipe=tinny", "tiny")])
 def test_an_option_that_does_not_exist_is_refused(tmp_path, monkeypatch, capsys, word, meant):
     """Hydra ignores it, as the groups are optional."""
-    from lightning_rlhf import cli
 
     monkeypatch.chdir(tmp_path)
     assert cli.main(["train", word, "hydra.run.dir=run"]) == 2
@@ -323,6 +322,44 @@ def test_the_warm_up_is_announced_and_recorded_in_the_checkpoint(compose, tiny_r
     assert "up to 3 steps\n  of 64 rows at learning rate 0.002" in said
     saved = torch.load(tmp_path / "checkpoints" / "iteration_000001.ckpt", weights_only=True)
     assert (saved["lightning_rlhf"]["warm_up"]["steps"], saved["lightning_rlhf"]["warm_up"]["lr"]) == (3, 2e-3)
+
+
+def test_a_resumed_run_has_the_warm_up_of_its_start_whatever_the_rows_are_now(
+    tiny_run, tmp_path, monkeypatch, capsys, datamodule
+):
+    """With prompts on a blacklist the rows are others; the reference model must not be."""
+    monkeypatch.chdir(tmp_path)
+    cache = tmp_path / "cache"
+    usual = [word for word in tiny_run if not word.startswith("warmup=")]
+    usual += ["warmup.steps=3", "logger=none", "data.validation.size=4", "callbacks.checkpoint.every_n_iterations=1"]
+    assert cli.main(["train", *usual, f"warmup.cache_dir={cache}", "hydra.run.dir=run"]) == 0
+    [kept] = cache.iterdir()
+
+    def record(iteration: int) -> dict:
+        path = tmp_path / "run" / "checkpoints" / f"iteration_{iteration:06d}.ckpt"
+        saved = torch.load(path, weights_only=True)["lightning_rlhf"]
+        return {name: saved[name] for name in ("warm_up", "reference_fingerprint")}
+
+    first = record(1)
+    assert first["warm_up"]["kept_as"] == kept.name
+
+    datamodule.setup("fit")
+    keys = [prompt.key for prompt in datamodule.train_prompts]
+    (tmp_path / "bad.txt").write_text("\n".join(keys[:9]), encoding="utf-8")
+    resumed = ["train", "resume=run", "resume_on_other_data=true", "branch=false"]
+    assert cli.main([*resumed, "iterations=2", "data.blacklist=bad.txt"]) == 0
+    assert cli.main([*resumed, "iterations=3"]) == 0, "a resumed run is resumed again"
+    assert [file.name for file in cache.iterdir()] == [kept.name], "nothing is trained again"
+    assert record(3) == first
+
+    kept.unlink()
+    capsys.readouterr()
+    assert cli.main([*resumed, "iterations=4"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "warmup: the run began with a warm-up on other rows" in said and kept.name in said
+    assert not list(cache.iterdir()), "and no other one is trained first"
+    assert cli.main([*resumed, "iterations=4", "data.blacklist=null"]) == 0
+    assert [file.name for file in cache.iterdir()] == [kept.name], "on the same rows it can be trained again"
 
 
 def test_a_recipe_gives_way_to_the_command_line_and_to_an_experiment(compose):

@@ -13,6 +13,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from lightning_rlhf import passwords
+from lightning_rlhf.errors import InputError
 from lightning_rlhf.reporting.mlflow_delivery import BRANCH_TAG, FOLDER, RunRecord
 from lightning_rlhf.reporting.spool import in_a_line
 
@@ -27,6 +28,41 @@ def earlier_run(resume_from: str | Path | None) -> RunRecord | None:
     if resume_from is not None and earlier is None:
         log.warning("resume: no MLflow run is recorded in %s; a new one is started", Path(resume_from) / FOLDER)
     return earlier
+
+
+def original_of(folder: str | Path) -> Path | None:
+    """The folder that this one is a copy of; ``None`` for any other, also for one that was moved.
+
+    A copy has the record of the original's MLflow run, which goes on there: two folders must not write to one run.
+    """
+    record = RunRecord.read(folder)
+    if record is None or record.run_dir is None:
+        return None
+    original = Path(record.run_dir)
+    try:
+        if original.samefile(folder):
+            return None
+        there = RunRecord.read(original)
+    except FileNotFoundError:  # it was moved
+        return None
+    except InputError:  # a damaged record
+        return original
+    return original if there is not None and there.key == record.key else None
+
+
+def unless_copied(
+    resume_from: str | Path | None, branch_from: str | Path | None
+) -> tuple[str | Path | None, str | Path | None]:
+    """Folders of the run to continue and of the one to branch from: a copy of a folder becomes a branch."""
+    original = None if resume_from is None else original_of(resume_from)
+    if original is None:
+        return resume_from, branch_from
+    log.warning(
+        "%s is a copy of %s, where the MLflow run goes on: the copy gets one of its own, a branch",
+        resume_from,
+        original,
+    )
+    return None, resume_from
 
 
 def store_of(record: RunRecord, folder: str | Path | None) -> str | None:
@@ -91,6 +127,12 @@ def quiet_mlflow() -> None:
     logging.getLogger("alembic").setLevel(logging.WARNING)
     # It would log a traceback of SQLAlchemy at every attempt; the courier reports the failure once, in one line.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
+    logging.getLogger("urllib3.connectionpool").addFilter(_no_attempts)  # the same one is added once
+
+
+def _no_attempts(entry: logging.LogRecord) -> bool:
+    """Leaves out the lines on each attempt to reach MLflow, several a second where its server is down."""
+    return "/api/2.0/mlflow" not in entry.getMessage()
 
 
 @contextlib.contextmanager
@@ -117,6 +159,13 @@ def creation_lock(database: Path | None) -> Iterator[None]:
     database.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(database.with_name(f".{database.name}.lock")):
         yield
+
+
+def where_it_is(record: RunRecord, run_dir: Path, command: str) -> list[str]:
+    """Lines for the end of a run: its MLflow run, and the command to look at it."""
+    if record.run_id is None:
+        return [f"MLflow at {record.tracking_uri} has not answered: the record is in {run_dir / FOLDER}"]
+    return [f"MLflow run {record.run_id}", f"  in {record.tracking_uri}", f"to look at it:\n  {command}"]
 
 
 def name_from(run_dir: Path) -> str:

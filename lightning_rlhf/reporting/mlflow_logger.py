@@ -34,8 +34,11 @@ from lightning_rlhf.reporting.mlflow_address import (
     earlier_run,
     name_from,
     opening,
+    original_of,
     quiet_mlflow,
     store_of,
+    unless_copied,
+    where_it_is,
 )
 from lightning_rlhf.reporting.mlflow_database import artifacts_beside
 from lightning_rlhf.reporting.mlflow_delivery import (
@@ -112,10 +115,11 @@ class RLMLFlowLogger(MLFlowLogger):
         retry_seconds: float = 2.0,
     ) -> None:
         self.run_dir, self.flush_timeout = Path(run_dir).expanduser().absolute(), flush_timeout
+        resume_from, branch_from = unless_copied(resume_from, branch_from)
         earlier = earlier_run(resume_from)
         parent = RunRecord.read(branch_from) if branch_from is not None and earlier is None else None
         starts = ((earlier, resume_from), (parent, branch_from))
-        found = [store_of(record, folder) for record, folder in starts if record is not None]
+        found = [store_of(record, folder) for record, folder in starts if record]
         uri = address(tracking_uri or next(filter(None, found), None), store_dir)
         quiet_mlflow()
         database = Path(uri.removeprefix("sqlite:///")) if uri.startswith("sqlite:///") else None
@@ -287,11 +291,7 @@ class RLMLFlowLogger(MLFlowLogger):
 
     def closing_lines(self) -> list[str]:
         """Where the record is."""
-        return [
-            f"MLflow run {self.run_id}",
-            f"  in {self.run.record.tracking_uri}",
-            f"to look at it:\n  {self.ui_command}",
-        ]
+        return where_it_is(self.run.record, self.run_dir, self.ui_command)
 
     @rank_zero_only
     def log_checkpoints(self, paths: list[str], *, latest: str, best: str = "") -> None:
@@ -374,7 +374,10 @@ def send_spooled(run_dir: str | Path, timeout: float = 600.0) -> bool:
 
     Raises:
         FileNotFoundError: no MLflow run is recorded in the folder.
+        InputError: the folder is a copy of another one, which sends them.
     """
+    if (original := original_of(run_dir)) is not None:
+        raise InputError(f"{run_dir} is a copy of {original}: send the records of that folder")
     if RunRecord.read(run_dir) is None:
         raise FileNotFoundError(f"{Path(run_dir) / FOLDER / 'run.json'}: no MLflow run is recorded there")
     return RLMLFlowLogger(run_dir, resume_from=run_dir).flush(timeout)
@@ -383,13 +386,12 @@ def send_spooled(run_dir: str | Path, timeout: float = 600.0) -> bool:
 def end_as_failed(run_dir: str | Path, reason: str, timeout: float = 30.0, *, is_cause: bool = False) -> None:
     """Record the failure of a run whose process could not: it was killed, or waits for a killed one.
 
-    Does nothing if no MLflow run is recorded in the folder, or the run has ended already. A record that cannot be read
-    is a warning, so that the run's own failure is still reported.
+    Does nothing if no MLflow run of its own is recorded in the folder, or the run has ended already. A record that
+    cannot be read is a warning, so that the run's own failure is still reported.
     """
     try:
-        recorded = RunRecord.read(run_dir) is not None
+        recorded = RunRecord.read(run_dir) is not None and original_of(run_dir) is None
     except InputError as error:
-        log.warning("the run is not marked as failed in MLflow: %s", error)
-        return
+        return log.warning("the run is not marked as failed in MLflow: %s", error)
     if recorded:
         RLMLFlowLogger(run_dir, resume_from=run_dir).end_abandoned(reason, timeout, is_cause=is_cause)

@@ -146,7 +146,7 @@ def _targeted(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 SUPPLIED = {
     "model.policy": {"loaded"},
     "data": {"tokenizer", "iterations", "seed"},
-    "warmup": {"loaded", "datamodule", "seed"},
+    "warmup": {"loaded", "datamodule", "seed", "earlier"},
     "module": {"policy", "engine", "reward", "iterations", "seed"},
 }
 """Arguments that ``train`` passes itself; in a configuration they would be overwritten, so they are refused there."""

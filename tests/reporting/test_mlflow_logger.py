@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader
 from lightning_rlhf.errors import InputError
 from lightning_rlhf.metrics.names import UnknownMetricError
 from lightning_rlhf.reporting import RLMLFlowLogger, RunRecord, send_spooled
+from lightning_rlhf.reporting.mlflow_address import original_of
 from lightning_rlhf.reporting.mlflow_delivery import with_table
 from lightning_rlhf.reporting.mlflow_logger import end_as_failed
 
@@ -382,6 +383,50 @@ def test_a_branch_is_a_child_of_the_run(make: Make, tmp_path: Path) -> None:
     assert history(first, "reward/mean") == [(1, 1.0)] and history(branch, "reward/mean") == [(7, 2.0)]
     again = make("branch", resume_from=tmp_path / "branch", branch_from=tmp_path / "run", branch_iteration=6)
     assert again.run_id == branch.run_id
+
+
+def test_a_server_that_is_down_is_said_in_a_line_and_not_at_each_attempt(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{free.getsockname()[1]}"
+    logger = make(tracking_uri=address, flush_timeout=0.1)
+    with caplog.at_level(logging.WARNING):
+        logger.log_metrics({"clock/iteration": 1, "reward/mean": 1.0}, 1)
+        assert not logger.flush(1.0)
+        logging.getLogger("urllib3.connectionpool").warning("Retrying at %s", "/v1/judge")
+    assert caplog.text.count("does not take what is logged") == 1
+    assert [entry.getMessage() for entry in caplog.records if "Retrying" in entry.msg] == ["Retrying at /v1/judge"]
+    assert logger.closing_lines() == [f"MLflow at {address} has not answered: the record is in {tmp_path}/run/tracking"]
+
+
+def test_a_copied_folder_does_not_write_to_the_run_of_the_original(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor closes it, when it fails or is asked to send; a copy whose original is gone was moved, in effect."""
+    first = make()
+    for step in (1, 2, 3):
+        first.log_metrics({"clock/iteration": step, "loss": step}, step)
+    assert first.flush(30)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    assert original_of(tmp_path / "copy") == tmp_path / "run" and original_of(tmp_path / "run") is None
+    with pytest.raises(InputError, match=r"copy is a copy of .*run: send the records of that folder"):
+        send_spooled(tmp_path / "copy")
+    end_as_failed(tmp_path / "copy", "it was killed")
+    assert stored(first).info.status == "RUNNING"
+
+    second = make("copy", resume_from=tmp_path / "copy")
+    second.log_start(1)
+    second.log_metrics({"clock/iteration": 2, "loss": 20.0}, 2)
+    assert history(second, "loss") == [(2, 20.0)] and second.run_id != first.run_id
+    assert stored(second).data.tags["mlflow.parentRunId"] == first.run_id
+    assert "copy is a copy of" in caplog.text
+    assert history(first, "loss") == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert original_of(tmp_path / "copy") is None, "it has a run of its own now"
+    third = make("copy", resume_from=tmp_path / "copy")
+    third.log_start(2)
+    assert third.flush(30) and third.run_id == second.run_id
 
 
 def test_a_folder_that_is_moved_takes_its_store_with_it(tmp_path: Path, fresh_store: Path) -> None:
