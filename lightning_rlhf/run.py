@@ -123,6 +123,10 @@ def closing_lines(parts: Parts, trainer: Trainer, before: dict[str, float], afte
         if f"eval/{name}" in after:
             start = f"{before[f'eval/{name}']:.2f} -> " if f"eval/{name}" in before else ""
             lines.append(f"held-out {name.replace('_', ' ')}: {start}{after[f'eval/{name}']:.2f}")
+    undone, iterations = parts.module.control.counts["rollbacks"], parts.module.control.iteration
+    if undone:
+        little = ": little or nothing was learned (a lower learning rate, model.lr.actor, may help)"
+        lines.append(f"rolled back {undone} times in {iterations} iterations{little if undone >= iterations else ''}")
     if parts.module.control.training_stopped:
         lines.append(f"stopped early: {parts.module.control.training_stopped}")
     for saver in trainer.callbacks:  # type: ignore[attr-defined]

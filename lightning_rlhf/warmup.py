@@ -108,32 +108,17 @@ def warm_up(
             or the rows are not those of ``earlier``, and its weights are gone.
         FolderInPlaceError: a folder has the name of the cache's file.
     """
-    if lr is None:
-        raise ValueError(f"warmup.lr = None is not allowed: {RATE_WANTED}")
-    bounded("warmup", above=0, whole=True, steps=steps, batch_size=batch_size)
-    bounded("warmup", above=0, lr=lr)
-    bounded("warmup", above=0, optional=True, target=target)
-    shares = {answer_field: 1.0} if isinstance(answer_field, str) else dict(answer_field)
-    if not shares or any(isinstance(s, bool) or not 0 < s < math.inf for s in shares.values()):
-        allowed = "a column, or columns with shares > 0"
-        raise ValueError(f"warmup.answer_field = {answer_field!r} is not allowed: {allowed}")
+    _check(steps, batch_size, lr, target)
+    shares = _shares(answer_field)
     rows = list(zip(*(encode(datamodule.train_prompts, loaded, field) for field in shares), strict=True))
     weights = list(shares.values())
     limits: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "lr": lr, "target": target, "seed": seed}
     key, rows_now = cache_key(loaded.lm, rows, {**limits, "shares": weights}), rows_key(rows, weights)
-    folder = cache_folder(cache_dir)
-    path = as_file(folder / f"warmup-{key}.safetensors")
-    kept, rows_then = (earlier or {}).get("kept_as", path.name), (earlier or {}).get("rows", rows_now)
-    found = _load(loaded.lm, as_file(folder / kept), rows_then)
+    path = as_file(cache_folder(cache_dir) / f"warmup-{key}.safetensors")
+    found = _kept(loaded.lm, path, rows_now, earlier or {})
     if found is not None:
         log.info("warm-up: %d steps, loss %.3f, cached in\n  %s", found.steps, found.loss, found.path)
         return found
-    if rows_then != rows_now:
-        raise ValueError(
-            f"the run began with a warm-up on other rows (data.blacklist, or the data, has changed since), and its "
-            f"weights, the reference model of the run, are no longer in {folder / kept}: restore that file, or begin a "
-            "new run"
-        )
     with in_float32(loaded.lm):
         taken, loss = fit(loaded.lm, rows, weights, **limits)
     if broken := not_finite(loaded.lm):
@@ -142,6 +127,23 @@ def warm_up(
     _save(loaded.lm, path, taken, loss)
     log.info("warm-up: %d steps, loss %.3f, kept in\n  %s", taken, loss, path)
     return WarmUp(taken, loss, cached=False, path=path, rows=rows_now)
+
+
+def _check(steps: int, batch_size: int, lr: float | None, target: float | None) -> None:
+    if lr is None:
+        raise ValueError(f"warmup.lr = None is not allowed: {RATE_WANTED}")
+    bounded("warmup", above=0, whole=True, steps=steps, batch_size=batch_size)
+    bounded("warmup", above=0, lr=lr)
+    bounded("warmup", above=0, optional=True, target=target)
+
+
+def _shares(answer_field: str | Mapping[str, float]) -> dict[str, float]:
+    """The answer columns with their shares."""
+    shares = {answer_field: 1.0} if isinstance(answer_field, str) else dict(answer_field)
+    if not shares or any(isinstance(s, bool) or not 0 < s < math.inf for s in shares.values()):
+        allowed = "a column, or columns with shares > 0"
+        raise ValueError(f"warmup.answer_field = {answer_field!r} is not allowed: {allowed}")
+    return shares
 
 
 def encode(prompts: Sequence[Prompt], loaded: LoadedModel, answer_field: str) -> list[Row]:
@@ -290,6 +292,23 @@ def _save(lm: PreTrainedModel, path: Path, steps: int, loss: float) -> None:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _kept(lm: PreTrainedModel, path: Path, rows: str, earlier: Mapping[str, Any]) -> WarmUp | None:
+    """Fill ``lm`` with the weights of the run's start, or of any run with the same rows and settings; ``None``: train.
+
+    Raises:
+        ValueError: the run began with other rows, and its weights are gone.
+    """
+    path, began = as_file(path.with_name(earlier.get("kept_as", path.name))), earlier.get("rows", rows)
+    found = _load(lm, path, began)
+    if found is None and began != rows:
+        raise ValueError(
+            "the run began with a warm-up on other rows (data.blacklist, or the data, has changed since), and its "
+            f"weights, which are the reference model of the run, are no longer in {path}: restore that file, or begin "
+            "a new run"
+        )
+    return found
 
 
 @torch.no_grad()

@@ -179,6 +179,10 @@ OVERRIDES = {
     "folder that is a file": ([f"hydra.run.dir={sys.executable}"], "the run's folder cannot be made"),
     "folder that cannot be": (["hydra.run.dir=/proc/x"], "the run's folder cannot be made"),
     "precision that is too high": (["trainer.precision=64"], "at most 32-true"),
+    "precision that there is not": (
+        ["trainer.precision=fp8"],
+        "32-true, bf16-mixed",
+    ),
     "callback that is none": (
         ["+callbacks.mine._target_=builtins.int"],
         "callbacks.mine: builtins.int is no lightning.pytorch.callbacks.callback.Callback",
@@ -520,6 +524,15 @@ def test_an_error_inside_the_kit_keeps_its_traceback(elsewhere, run_tiny):
     (elsewhere / "broken_callback.py").write_text(BROKEN, encoding="utf-8")
     with pytest.raises(TypeError):
         run_tiny("+callbacks.broken._target_=broken_callback.Broken", "+callbacks.broken.how=spoil")
+
+
+def test_a_run_whose_iterations_were_undone_says_so_at_its_end(elsewhere, tiny_run, capsys):
+    words = [word for word in tiny_run if not word.startswith(("iterations=", "module.update.epochs="))]
+    words += ["iterations=2", "module.update.epochs=2", "logger=none", "data.validation=null", "model.lr.actor=1e-2"]
+    brake = {"target": 1e-7, "hard_limit": 1e-6, "rollback": "true"}
+    words += ["callbacks=[kl_early_stop]", *(f"callbacks.kl_early_stop.{key}={value}" for key, value in brake.items())]
+    assert cli.main(["train", *words]) == 0
+    assert "rolled back 2 times in 2 iterations: little or nothing was learned" in capsys.readouterr().out
 
 
 def test_a_run_whose_gradients_stay_broken_has_failed(elsewhere, run_tiny, capsys):

@@ -298,13 +298,15 @@ def parse_line(line: bytes, origin: str) -> Row:
         found = line[max(0, error.start - 30) : error.start + 30]
         raise DataError(f"{origin}: not UTF-8 text ({error.reason} at byte {error.start + 1}): {found!r}") from error
     try:
-        row = json.loads(text)
+        row = json.loads(text, object_pairs_hook=_distinct, parse_constant=_no_number)
     except json.JSONDecodeError as error:
         hint = _hint(text, origin)
         said = f"not valid JSON ({error.msg} at column {error.pos + 1}): {excerpt(text, error.pos)}{hint}"
         raise (FileError if hint else DataError)(f"{origin}: {said}") from error
     except RecursionError:
         raise DataError(f"{origin}: not valid JSON that can be read: it is nested too deeply") from None
+    except _NotStrict as error:
+        raise DataError(f"{origin}: {error}, in {text!r:.90}") from None
     if not isinstance(row, dict):
         hint = _hint(text, origin)
         said = f'a line must hold one JSON object such as {{"prompt": ...}}, not {row!r:.60}{hint}'
@@ -317,6 +319,22 @@ def parse_line(line: bytes, origin: str) -> Row:
             said = f"no valid Unicode: {half!r} is half of a surrogate pair, in {excerpt(error.object, error.start)}"
             raise DataError(f"{origin}: {said}") from None
     return row
+
+
+class _NotStrict(ValueError):
+    """What Python's parser reads in silence, and would change the row."""
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise _NotStrict(f"the key {next(name for name in names if names.count(name) > 1)!r} twice in one object")
+    return found
+
+
+def _no_number(name: str) -> None:
+    raise _NotStrict(f"{name} is not allowed in JSON: a number, or null where there is none")
 
 
 def _hint(text: str, origin: str) -> str:

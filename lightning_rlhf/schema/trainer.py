@@ -39,6 +39,10 @@ STRATEGIES = ("auto", "ddp")
 """Strategies that can be given by name; others need a block with a _target_."""
 
 
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "32", "bf16", "16")
+"""Values of ``trainer.precision``; the last three are Lightning's short forms of 32-true and the mixed ones."""
+
+
 def wrong_trainer_options(trainer: Mapping[str, Any]) -> Iterator[SettingError]:
     """Options that would be ignored or refused later, each with what is allowed or the key to use instead.
 
@@ -51,6 +55,8 @@ def wrong_trainer_options(trainer: Mapping[str, Any]) -> Iterator[SettingError]:
     precision = trainer.get("precision")
     if str(precision).partition("-")[0] == "64":
         yield SettingError("trainer.precision", precision, "at most 32-true: log-probabilities and losses are float32")
+    elif precision is not None and str(precision) not in PRECISIONS:
+        yield SettingError("trainer.precision", precision, ", ".join(PRECISIONS))
     yield from _processes(trainer)
     yield from wrong_options(trainer)
     if trainer.get("accelerator") == "npu":
