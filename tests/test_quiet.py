@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 
-from lightning_rlhf import quiet
+from lightning_rlhf import cli, quiet
 
 
 def test_own_warnings_are_shown_as_their_text_and_others_with_their_place():
@@ -19,6 +19,18 @@ def test_own_warnings_are_shown_as_their_text_and_others_with_their_place():
     assert warnings.formatwarning is before
     assert own == "warning: not logged\n"
     assert other.startswith("/site-packages/other/y.py:9: ")
+
+
+def test_a_command_warns_without_its_lines_of_code_from_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A damaged checkpoint is skipped, and said, before the run itself begins."""
+    said: list[str] = []
+
+    def run(*_: object) -> int:
+        said.append(warnings.formatwarning("skipped: x.ckpt", UserWarning, str(quiet.PACKAGE / "files.py"), 7))
+        return 0
+
+    monkeypatch.setattr(cli, "_run", run)
+    assert cli.main(["train"]) == 0 and said == ["warning: skipped: x.ckpt\n"]
 
 
 @pytest.mark.parametrize("name", quiet.LOGGERS)
