@@ -303,7 +303,8 @@ def _options(
             overrides.append(argument)
     missing = [key for key in required if not options.get(key)]
     if missing:
-        raise InputError(f"{missing[0]}=... is missing")
+        near = get_close_matches(missing[0], [word.partition("=")[0] for word in overrides], 1)
+        raise InputError(f"{missing[0]}=... is missing{f'; there is no key {near[0]}' if near else ''}")
     return options, overrides
 
 

@@ -673,6 +673,7 @@ BAD_VERBS = {
     "eval of a foreign checkpoint": (["eval", "checkpoint=foreign.ckpt"], "did not write it"),
     "eval with a flag": (["eval", "checkpoint=.", "--verbose"], "arguments are written key=value"),
     "export without output": (["export", "checkpoint=."], "output=... is missing"),
+    "export with a misspelt key": (["export", "checkpont=.", "output=x"], "is missing; there is no key checkpont"),
     "export with a setting": (["export", "checkpoint=.", "output=x", "seed=1"], "not 'seed=1'"),
     "export with a wrong force": (["export", "checkpoint=.", "output=x", "force=yes"], "true or false"),
 }
