@@ -245,7 +245,11 @@ class TextClassifier:
 
 
 def apply_safety(experience: Experience, safety: SafetyFilter) -> None:
-    """Take unsafe and replaced responses out of the loss mask, or set ``experience.penalty``; keep good answers."""
+    """Take unsafe and replaced responses out of the measured scores and the loss mask, or set a penalty.
+
+    Replies and earlier answers are no responses of this policy: their scores are not measured even if they train. Good
+    answers are kept.
+    """
     codes, settings = experience.require("safety"), safety.settings
     if safety.answers is not None:
         safety.answers.remember(experience)
@@ -253,6 +257,7 @@ def apply_safety(experience: Experience, safety: SafetyFilter) -> None:
     if settings.action == "penalise":
         experience.penalty = unsafe.to(experience.require("scores").dtype) * settings.penalty
         return
+    experience.own = ~(unsafe | replaced(codes))
     if not settings.train_replaced:
         unsafe = unsafe | replaced(codes)
     experience.loss_mask = experience.require("loss_mask") & ~unsafe.unsqueeze(-1)

@@ -19,9 +19,11 @@ from transformers import (
 from lightning_rlhf import schema
 from lightning_rlhf.assembly import assemble
 from lightning_rlhf.callbacks import SamplesTable
+from lightning_rlhf.callbacks.prompt_monitor import visits_of
 from lightning_rlhf.checkpoint import IterationCheckpoint, RNGState
 from lightning_rlhf.errors import ConfigError, InputError, SettingError
 from lightning_rlhf.experience import Safety
+from lightning_rlhf.metrics.batch import MetricBatch
 from lightning_rlhf.models import build_tiny
 from lightning_rlhf.rewards import RewardError
 from lightning_rlhf.rewards.safety import SafetyFilter
@@ -259,9 +261,55 @@ def test_redrawn_responses_are_the_policys_own() -> None:
     assert len(set(experience.seed.tolist())) == len(experience), "every row has its own seed"
 
 
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"attempts": 1},
+        {"action": "replace", "reply": "4+4"},
+        {"action": "replace", "reply": "4+4", "train_replaced": True},
+        {"action": "replace", "reply": "4+4", "cache": 8, "cache_similarity": 0.1},
+        {"action": "penalise"},
+    ],
+)
+def test_scores_are_measured_on_the_policys_own_responses(block: dict[str, Any]) -> None:
+    """Metrics, what callbacks see, and the visits of prompts; what is penalised is the policy's own and counts."""
+    module = tiny_module(iterations=3, safety=ODD | block)
+    recorder = Recorder()
+    numbers = {name: float(value) for name, value in fit(module, [recorder]).callback_metrics.items()}
+    experience, stats = recorder.of("on_experience_ready")[-1]
+    left = {Safety.UNSAFE, Safety.REPLACED, Safety.CACHED} if block.get("action") != "penalise" else set()
+    own = torch.tensor([code not in left for code in experience.safety.tolist()])
+    assert own.any() and (not left or not own.all()), "else nothing is shown"
+    scores = experience.scores.double()[own]
+    assert numbers["reward/mean"] == pytest.approx(float(scores.mean()), rel=1e-6)
+    assert numbers["reward/std"] == pytest.approx(float(scores.std()), rel=1e-6)
+    assert (numbers["reward/max"], numbers["reward/min"]) == (float(scores.max()), float(scores.min()))
+    assert numbers["reward/term/score"] == numbers["reward/mean"]
+    kl = (experience.old_logprobs - experience.ref_logprobs).sum(-1).double()[own]
+    paid = scores - module.settings.kl.coefficient * kl
+    assert numbers["reward/total_with_kl"] == pytest.approx(float(paid.mean()), abs=1e-6)
+    assert (stats.score_mean, stats.score_std) == pytest.approx((numbers["reward/mean"], numbers["reward/std"]))
+    assert sum(visit.samples for visit in visits_of(experience)) == int(own.sum())
+    assert numbers["response/length_mean"] == experience.response_lengths.float().mean(), "of all rows"
+
+
+def test_groups_of_prompts_measure_scores_on_the_same_rows() -> None:
+    module, recorder = tiny_module(iterations=1, safety=ODD | {"action": "replace", "reply": "4+4"}), Recorder()
+    fit(module, [recorder])
+    experience = recorder.of("on_experience_ready")[-1][0]
+    experience.prompt_group = ["all"] * len(experience)
+    module.groups.take(["all"], {"all": "all"})
+    module.groups.measure(experience, metrics := MetricBatch())
+    numbers, own = metrics.compute(), experience.safety == Safety.SAFE
+    assert numbers["group/all/reward_mean"] == pytest.approx(float(experience.scores[own].mean()), rel=1e-6)
+    assert numbers["group/all/reward_std"] == pytest.approx(float(experience.scores[own].std()), rel=1e-6)
+    assert numbers["group/all/samples"] == len(experience) > own.sum()
+
+
 def test_a_batch_that_stays_unsafe_as_a_whole_trains_nothing() -> None:
     before = weights(tiny_module())
     module, experience, numbers = run(ALL, iterations=2)
+    assert not any(name.startswith("reward/") and name != "reward/overridden_fraction" for name in numbers)
     assert (experience.safety == Safety.UNSAFE).all() and numbers["safety/unsafe_fraction"] == 1
     assert same(before, weights(module)) and moments(module) == {}
     assert all(math.isfinite(value) for value in numbers.values())
