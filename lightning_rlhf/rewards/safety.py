@@ -15,7 +15,7 @@ from lightning_rlhf.errors import SettingError
 from lightning_rlhf.experience import Experience, Safety
 from lightning_rlhf.rewards.answers import AnswerCache
 from lightning_rlhf.rewards.base import RewardError
-from lightning_rlhf.rewards.model_based import load_classifier
+from lightning_rlhf.rewards.model_based import DTYPE_WANTED, NoClassifier, load_classifier, weights_dtype
 from lightning_rlhf.settings import SOMETHING_TO_FIND, build
 
 BLOCK = "module.safety"
@@ -179,11 +179,14 @@ class TextClassifier:
 
     def __init__(self, settings: ClassifierSettings) -> None:
         self.settings = settings
+        dtype = weights_dtype(settings.dtype)
+        if dtype is None:
+            raise SettingError(f"{BLOCK}.classifier.dtype", settings.dtype, DTYPE_WANTED)
         try:
-            hub = {"revision": settings.revision}
-            self.tokenizer, self.model = load_classifier(settings.path, hub, settings.dtype, what="classifier")
-        except RewardError as error:
-            raise SettingError(f"{BLOCK}.classifier.path", settings.path, f"a text classifier; {error}") from error
+            self.tokenizer, self.model = load_classifier(settings.path, {"revision": settings.revision}, dtype)
+        except NoClassifier as error:
+            allowed = f"a text classifier is wanted; {error}"
+            raise SettingError(f"{BLOCK}.classifier.path", settings.path, allowed) from error
         self.model.eval().requires_grad_(False)
         self.model.config.pad_token_id = -1  # rows have no padding; a set id would be searched for and skipped
         self.label = self._number_of(settings.label)

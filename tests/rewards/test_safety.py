@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -148,7 +149,14 @@ def test_the_threshold_decides(toxic: str) -> None:
         ({"words": ["x"], "train_replaced": True}, r"module\.safety\.train_replaced = True .* false"),
         ({"classifier": {"label": "toxic"}}, r"module\.safety\.classifier = .* missing: path"),
         ({"classifier": {"path": "x", "treshold": 1}}, r"module\.safety\.classifier\.treshold .* 'threshold'"),
-        ({"classifier": {"path": "/no/such"}}, r"module\.safety\.classifier\.path = '/no/such' .* no such folder"),
+        (
+            {"classifier": {"path": "/no/such"}},
+            r"classifier\.path = '/no/such' is not .* no such file or folder$",
+        ),
+        (
+            {"classifier": {"path": "x", "dtype": "int8"}},
+            r"\.classifier\.dtype = 'int8' .* such as float32",
+        ),
     ],
 )
 def test_bad_settings_are_one_error(block: dict[str, Any], message: str) -> None:
@@ -163,7 +171,11 @@ def test_an_unknown_label_names_those_there_are(toxic: str) -> None:
         filter_of(classifier={"path": toxic})
 
 
-def test_a_language_model_is_no_classifier(tmp_path: Path) -> None:
+def test_a_language_model_is_no_classifier(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line, without the table of weights that transformers prints."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     tiny = build_tiny(VOCABULARY, hidden_size=32, layers=1, heads=2)
     config = LlamaConfig(
         vocab_size=len(tiny.tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1,
@@ -171,7 +183,17 @@ def test_a_language_model_is_no_classifier(tmp_path: Path) -> None:
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     tiny.tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(SettingError, match=r"module\.safety\.classifier\.path .* a classifier is wanted, not a plain"):
+    with pytest.raises(SettingError) as caught:
+        filter_of(classifier={"path": str(tmp_path), "label": "0"})
+    assert str(caught.value) == (
+        f"module.safety.classifier.path = {str(tmp_path)!r} is not allowed: a text classifier is wanted; the model has "
+        "no trained score.weight, which a plain language model lacks"
+    )
+    assert not caplog.records
+
+
+def test_an_empty_folder_is_no_classifier(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=r"classifier\.path = .* a text classifier is wanted; the folder is empty$"):
         filter_of(classifier={"path": str(tmp_path), "label": "0"})
 
 
