@@ -55,6 +55,8 @@ class AdaptivePTX(RLHFCallback):
         :class:`LogPID` on the loss of capability, ``-log(average)``, with the target ``-log(tolerance)``: gamma settles
         where as much is lost as ``tolerance`` allows, whatever the reward does.
 
+    The probe that measures the baselines is 1 by definition and moves nothing; it only begins the average.
+
     A probe changes nothing of the run: modes, random generators and counters are as before. A probe that is not finite
     moves nothing. Baselines, averages and scores are in the checkpoint.
 
@@ -149,20 +151,29 @@ class AdaptivePTX(RLHFCallback):
 
     # --- controller --------------------------------------------------------------------------------------------------
 
-    def next_coefficient(self, gamma: float, capability: float) -> float:
-        """gamma after a probe; updates the controller's state, unless the capability is not finite."""
+    def next_coefficient(self, gamma: float, capability: float, *, baseline: bool = False) -> float:
+        """gamma after a probe; updates the controller's state, unless the capability is not finite.
+
+        Args:
+            gamma: in force.
+            capability: see :meth:`capability`.
+            baseline: it is that of the baselines themselves, so 1 whatever gamma is: gamma stays.
+        """
         self.kept = math.nan
         if not math.isfinite(capability):
             return gamma
         lost, past = -math.log(max(capability, SMALLEST_SHARE)), self.average
         self.average = lost if past is None else self.smoothing * past + (1.0 - self.smoothing) * lost
         self.kept = math.exp(-self.average)
-        gamma = self.pid.next(gamma, self.average, past) if self.mode == "pid" else self._doubling(gamma, capability)
+        if self.mode == "doubling":
+            gamma = self._doubling(gamma, capability, baseline)
+        elif not baseline:
+            gamma = self.pid.next(gamma, self.average, past)
         return min(max(gamma, self.minimum), self.maximum)
 
-    def _doubling(self, gamma: float, capability: float) -> float:
+    def _doubling(self, gamma: float, capability: float, baseline: bool) -> float:
         self.since_change += 1
-        if not may_act(self.since_change, self.smoothing):
+        if baseline or not may_act(self.since_change, self.smoothing):
             return gamma
         stable = min(self.kept, capability) >= self.tolerance
         factor = 2.0 if self.kept < self.tolerance else 0.5 if stable and self.stalled else 1.0
@@ -212,6 +223,7 @@ class AdaptivePTX(RLHFCallback):
         if not due and known:
             return
         numbers = self.probe(module)
+        baseline = not {*numbers} & {*self.baseline}
         for name in [name for name in numbers if name not in self.baseline]:
             self._begin(name, numbers[name])
         if not due:
@@ -220,7 +232,7 @@ class AdaptivePTX(RLHFCallback):
         if not math.isfinite(capability):
             rank_zero_warn(f"iteration {control.iteration}: a probe of {BLOCK} is not finite ({numbers}); gamma stays")
         gamma = control.knobs[KNOB].value
-        self._set(module, gamma, self.next_coefficient(gamma, capability), capability)
+        self._set(module, gamma, self.next_coefficient(gamma, capability, baseline=baseline), capability)
         for name, value in numbers.items():
             control.report(f"ptx/{name}", value)
         control.report("ptx/capability", capability)
@@ -291,7 +303,11 @@ def _checked(benchmarks: Mapping[str, Benchmark] | None) -> dict[str, Benchmark]
 
 
 def _score(name: str, benchmark: Benchmark, module: ActorCriticModule) -> float:
-    value = benchmark(module)
+    try:
+        value = benchmark(module)
+    except Exception as error:
+        error.called_as = f"{BLOCK}.benchmarks.{name}"  # type: ignore[attr-defined]  # names it in what the user reads
+        raise
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     if not is_number(value) and not (isinstance(value, float) and not math.isfinite(value)):

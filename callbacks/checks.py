@@ -17,4 +17,5 @@ def check_range(callback: str, minimum: float, maximum: float) -> None:
     """Refuse bounds of a coefficient that are not positive, or the lower one not below the upper one."""
     bounded(callback, above=0, minimum=minimum, maximum=maximum)
     if minimum >= maximum:
-        raise SettingError(f"callbacks.{callback}.minimum", minimum, f"below callbacks.{callback}.maximum = {maximum}")
+        allowed = f"it must be below callbacks.{callback}.maximum = {maximum}"
+        raise SettingError(f"callbacks.{callback}.minimum", minimum, allowed)

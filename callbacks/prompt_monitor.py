@@ -130,7 +130,12 @@ class PromptMonitor(RLHFCallback):
 
 
 def visits_of(experience: Experience) -> list[Visit]:
-    """One visit per prompt key of this rank's rows: rows of the data that repeat a prompt are one prompt."""
+    """One visit per prompt key of this rank's rows: rows of the data that repeat a prompt are one prompt.
+
+    Only responses whose scores are measured count; a prompt without one has no visit.
+    """
+    if experience.own is not None:
+        experience = experience.select(experience.own.nonzero().flatten())
     kl = row_kl(experience)
     scores: dict[str, list[float]] = {}
     kls: dict[str, list[float]] = {}

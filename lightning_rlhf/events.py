@@ -47,9 +47,10 @@ class ExperienceStats:
     tokens: int
     """Generated tokens of all ranks, rejected ones included."""
     score_mean: float
-    """Mean score of a sequence, before clipping, normalisation and KL penalty."""
+    """Mean score of the policy's own responses, before clipping, normalisation and KL penalty; NaN if a safety filter
+    has replaced or left out all of them."""
     score_std: float
-    """Spread of the scores over the sequences of all ranks."""
+    """Spread of these scores over all ranks; NaN with the mean."""
     entropy: float
     """Mean entropy of the policy, nats per token; NaN where the old policy is not scored (bypass mode)."""
     kl_ref: float
@@ -70,7 +71,7 @@ class ExperienceStats:
             iteration=iteration,
             sequences=int(numbers["batch/sequences"]),
             tokens=int(numbers["batch/tokens"]),
-            score_mean=numbers["reward/mean"],
+            score_mean=numbers.get("reward/mean", math.nan),
             score_std=numbers.get("reward/std", math.nan),
             entropy=numbers.get("entropy/mean", math.nan),
             kl_ref=numbers.get("kl/ref", math.nan),

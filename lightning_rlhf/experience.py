@@ -232,6 +232,8 @@ class Experience(Rollout):
         texts: decoded responses, for rewards and display.
         prompt_group: what ``data.group_column`` says of each row's prompt; empty without such a column.
         scores: ``[B]`` float32, the reward as scored, one number per sequence.
+        own: ``[B]`` bool, rows whose scores are measured; absent means all. False where the safety filter has put
+            another text in place of a response, or left it out.
         components: the terms of the reward by name, each ``[B]``.
         rewards: ``[B]`` float32, the score after clipping, penalties of termination and normalisation.
         old_logprobs: ``[B, R]`` log-probabilities under the policy before the update.
@@ -253,6 +255,7 @@ class Experience(Rollout):
     texts: list[str] = field(default_factory=list)
     prompt_group: list[str] = field(default_factory=list)
     scores: Tensor | None = None
+    own: Tensor | None = None
     components: dict[str, Tensor] = field(default_factory=dict)
     rewards: Tensor | None = None
     penalty: Tensor | None = None

@@ -205,7 +205,8 @@ def compute_advantages(
         # Where the reference's probability is 0 the KL is infinite, and 0 * inf is NaN.
         taken, weighed = (c * per_sequence if c else torch.zeros_like(per_sequence) for c in (penalty, beta))
         metrics.mean("kl/reward_penalty", -taken, rows)
-        metrics.mean("reward/total_with_kl", scores - weighed, rows)
+        own = rows if experience.own is None else rows & experience.own
+        metrics.mean("reward/total_with_kl", scores - weighed, own)
     rewards = token_rewards(experience.rewards, mask, kl, penalty)
     if experience.reward_override is not None:
         replaced = mask & ~experience.reward_override.isnan()

@@ -7,7 +7,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Any, TypeVar, get_args
 
-from lightning_rlhf.bounds import bounded, is_number
+from lightning_rlhf.bounds import bounded, is_number, too_large
 from lightning_rlhf.errors import SettingError
 from lightning_rlhf.functional.choices import Aggregation, KLEstimator, RatioLevel
 from lightning_rlhf.functional.schedules import Schedule
@@ -105,11 +105,10 @@ class TerminationSettings:
         _one_of(block, self, "truncated", ("keep", "penalty", "drop_reward", "bootstrap", "soft_overlong"))
         bounded(block, below=0, early_penalty=self.early_penalty, truncated_penalty=self.truncated_penalty)
         bounded(block, above=0, overlong_factor=self.overlong_factor)
-        share = isinstance(self.overlong_cache, float) and self.overlong_cache < 1
-        if share:
-            bounded(block, above=0, overlong_cache=self.overlong_cache)
-        else:
-            bounded(block, at_least=1, whole=True, overlong_cache=self.overlong_cache)
+        cache = self.overlong_cache
+        if not is_number(cache) or not (0 < cache < 1 or (isinstance(cache, int) and cache >= 1)):
+            allowed = "a finite number > 0 and < 1, a share of the length limit, or a whole number >= 1, tokens"
+            raise SettingError(f"{block}.overlong_cache", cache, f"{allowed}{too_large(cache)}")
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ FLOORS: list[set[str]] = [
         "faults",
         "bounds",
         "files",
+        "model_paths",
         "passwords",
         "kinds",
         "quiet",

@@ -27,11 +27,12 @@ def experience_numbers(experience: Experience, metrics: MetricBatch) -> dict[str
 def experience_metrics(experience: Experience, metrics: MetricBatch) -> None:
     """Scores, lengths, entropy, engine against trainer, advantages and values, over valid rows and tokens."""
     scores, valid, generated = experience.require("scores"), experience.require("loss_mask"), experience.response_mask
-    metrics.mean("reward/mean", scores, std="reward/std")
-    metrics.max("reward/max", scores)
-    metrics.min("reward/min", scores)
+    own = experience.own
+    metrics.mean("reward/mean", scores, own, std="reward/std")
+    metrics.max("reward/max", scores, own)
+    metrics.min("reward/min", scores, own)
     for name, term in experience.components.items():
-        metrics.mean(f"reward/term/{name}", term)
+        metrics.mean(f"reward/term/{name}", term, own)
     lengths = experience.response_lengths.float()
     metrics.mean("response/length_mean", lengths)
     metrics.max("response/length_max", lengths)

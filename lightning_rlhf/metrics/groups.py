@@ -141,7 +141,7 @@ class PromptGroups:
         labels = [self.labels[name] for name in self.names]
         stds = [f"group/{label}/reward_std" for label in labels]
         scores = experience.require("scores")
-        metrics.means([f"group/{label}/reward_mean" for label in labels], scores, members, stds=stds)
+        metrics.means([f"group/{label}/reward_mean" for label in labels], scores, members, experience.own, stds=stds)
         lengths = experience.response_lengths.float()
         metrics.means([f"group/{label}/response_length_mean" for label in labels], lengths, members)
         advantages = experience.require("advantages")

@@ -79,8 +79,8 @@ def _m(name: str, unit: str, better: Better, reduced: str, description: str, **a
 METRICS: list[Metric] = [
     # --- reward: the score of whole sequences --------------------------------------------------------------------
     _m("reward/mean", "score", "up", "sequences", "Weighted sum of the reward terms as scored: before clipping, "
-       "normalisation and KL penalty.", verl="critic/score/mean", trl="objective/scores (GRPO: reward)",
-       openrlhf="reward", sb3="rollout/ep_rew_mean"),
+       "normalisation and KL penalty. This and the next four: without what `module.safety` has replaced or left out.",
+       verl="critic/score/mean", trl="objective/scores (GRPO: reward)", openrlhf="reward", sb3="rollout/ep_rew_mean"),
     _m("reward/std", "score", "neither", "deviation", "Spread of the scores of one iteration; near 0 there is nothing "
        "to learn from.", trl="reward_std (GRPO, within groups)"),
     _m("reward/max", "score", "up", "max", "Best score of the iteration.", verl="critic/score/max"),
@@ -88,8 +88,8 @@ METRICS: list[Metric] = [
     _m("reward/term/<name>", "score", "up", "sequences", "One term of the reward, before its weight.",
        trl="rewards/<function>/mean (GRPO)"),
     _m("reward/total_with_kl", "score", "up", "sequences", "Score minus coefficient times KL(current || reference) "
-       "summed over the sequence's tokens; before normalisation.", verl="critic/rewards/mean",
-       trl="objective/rlhf_reward", openrlhf="return (after discounting)"),
+       "summed over its tokens, before normalisation; without sequences that leave the loss.",
+       verl="critic/rewards/mean", trl="objective/rlhf_reward", openrlhf="return (after discounting)"),
     _m("reward/termination_penalty", "score", "up", "sequences", "Penalty of how a sequence ended (early, cut at the "
        "limit, near it), added to its score; mean over all sequences, logged where `module.termination` has one."),
     _m("reward/overridden_fraction", "share", "down", "tokens", "Share of tokens whose reward was replaced by a fixed "
@@ -129,8 +129,7 @@ METRICS: list[Metric] = [
        "clipping.", trl="val/ratio"),
     _m("ppo/ratio_max", "1", "down", "max", "Largest current / old probability of a valid token, before clipping."),
     _m("ppo/ratio_min", "1", "up", "min", "Smallest current / old probability of a valid token, before clipping."),
-    _m("ppo/epochs_used", "epochs", "neither", "once", "Passes over the experience that reached a minibatch "
-       "with an accepted token."),
+    _m("ppo/epochs_used", "epochs", "neither", "once", "Passes that reached a minibatch with an accepted token."),
     _m("ppo/updates", "steps", "neither", "once", "Optimiser steps taken in this iteration."),
     _m("ppo/steps_skipped", "steps", "down", "once", "Minibatches with an accepted token, but no step."),
     # --- policy, values, advantages ------------------------------------------------------------------------------
@@ -253,13 +252,14 @@ METRICS: list[Metric] = [
        "other metric.", verl="training/global_step"),
     _m("clock/update", "steps", "neither", "once", "Optimiser steps taken since the run began.",
        sb3="train/n_updates (epochs)"),
-    _m("clock/sequences", "sequences", "neither", "sum", "Sequences generated since the run began.", trl="episode"),
-    _m("clock/tokens", "tokens", "neither", "sum", "Tokens generated since the run began.", trl="num_tokens (GRPO)"),
+    _m("clock/sequences", "sequences", "neither", "sum", "Sequences in batches since the run began.", trl="episode"),
+    _m("clock/tokens", "tokens", "neither", "sum", "Tokens of the batches' responses since the run began: with "
+       "`module.safety` those of replies count, and those of discarded draws do not.", trl="num_tokens (GRPO)"),
     _m("data/pass", "passes", "neither", "once", "Passes over the training prompts that were complete when the last "
        "prompt of the batch was drawn.", verl="training/epoch"),
     _m("data/prompts_dropped", "prompts", "down", "once", "Prompts left out because they are longer than the limit."),
-    _m("perf/tokens_per_second", "tokens/s", "up", "once", "Generated tokens of all ranks per second of the whole "
-       "iteration.", verl="perf/throughput (per GPU, prompts included)"),
+    _m("perf/tokens_per_second", "tokens/s", "up", "once", "The batch's response tokens (clock/tokens) of all ranks "
+       "per second of the whole iteration.", verl="perf/throughput (per GPU, prompts included)"),
     _m("perf/padding_fraction", "share", "down", "steps", "Share of the tokens sent through the model during updates "
        "that are padding."),
     _m("time/rollout", "s", "down", "rank 0", "Generation.", verl="timing_s/gen"),

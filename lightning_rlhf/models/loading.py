@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, try_to_load_from_cache
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_rlhf.functional.choices import DType
+from lightning_rlhf.model_paths import ADAPTER, absent, folder_fault, listing
 
 PACKAGE_SCHEME = "package://"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -24,8 +23,6 @@ _ALLOWED = (
     "a folder with config.json, a .gguf file, a hub id such as 'organisation/name', "
     "or package://<python package>/<file or folder inside it>"
 )
-_HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
-_HUB_TIMEOUT = 10.0  # seconds
 
 
 @dataclass
@@ -150,10 +147,8 @@ def resolve_path(path: str, gguf_file: str | None = None) -> tuple[str, str | No
     else:
         local = Path(path).expanduser()
         if not path or not local.exists():
-            looks_local = path.startswith((".", "/", "~")) or path.endswith(".gguf")
-            if looks_local or not _HUB_ID.fullmatch(path):
-                raise _no_model(path, "there is no such file or folder")
-            _require_on_hub(path)
+            if (fault := absent(path)) is not None:
+                raise _no_model(path, fault)
             return path, gguf_file
     if local.is_file():
         if local.suffix != ".gguf":
@@ -161,11 +156,12 @@ def resolve_path(path: str, gguf_file: str | None = None) -> tuple[str, str | No
         return str(local.parent), local.name
     if gguf_file is not None:
         if not (local / gguf_file).is_file():
-            raise ValueError(f"model gguf_file = {gguf_file!r} is not in {path!r}; {_listing(local)}")
-    elif not (local / "config.json").is_file():
-        adapter = (local / "adapter_config.json").is_file()
-        hint = "it is a LoRA adapter: load its base model and name it as lora.adapter" if adapter else _listing(local)
-        raise _no_model(path, f"the folder has no config.json; {hint}")
+            raise ValueError(f"model gguf_file = {gguf_file!r} is not in {path!r}; {listing(local)}")
+    elif (fault := folder_fault(local)) is not None:
+        if (local / ADAPTER).is_file():
+            hint = "it is a LoRA adapter: load its base model and name it as lora.adapter"
+            fault = f"the folder has no config.json; {hint}"
+        raise _no_model(path, fault)
     return str(local), gguf_file
 
 
@@ -179,24 +175,7 @@ def _inside_package(path: str) -> Path:
         if candidate.exists():
             return candidate
     root = next(iter(spec.submodule_search_locations))
-    raise _no_model(path, f"the package {package!r} has no {inside!r}; {_listing(Path(root))}")
-
-
-def _require_on_hub(path: str) -> None:
-    """One quick request to the hub, instead of a minute of retries while loading."""
-    if isinstance(try_to_load_from_cache(path, "config.json"), str):
-        return
-    try:
-        HfApi().model_info(path, timeout=_HUB_TIMEOUT)
-    except Exception as error:  # the hub client's exceptions share no base class; all mean that nothing can be loaded
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise _no_model(path, f"no such folder here, and the Hugging Face hub gave no such model ({reason})") from None
-
-
-def _listing(folder: Path) -> str:
-    names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith((".", "__")))
-    more = ", ..." if len(names) > 8 else ""
-    return f"it holds: {', '.join(names[:8]) or 'nothing'}{more}"
+    raise _no_model(path, f"the package {package!r} has no {inside!r}; {listing(Path(root))}")
 
 
 def _no_model(path: str, why: str) -> ValueError:

@@ -19,9 +19,10 @@ from lightning_rlhf.bounds import bounded
 from lightning_rlhf.data.fingerprint import held_out
 from lightning_rlhf.reporting.stages import StageWatch
 from lightning_rlhf.reporting.terminal import note, say
+from lightning_rlhf.reporting.untrained import Untrained
 
 CONSTANT = 3
-"""Iterations in a row without any difference between scores, after which the user is told."""
+"""Iterations in a row without any difference between scores, or any step, after which the user is told."""
 RECENT = 20
 """Number of recent iterations from whose mean time the remaining time is computed."""
 
@@ -51,6 +52,7 @@ class ProgressLines(ProgressBar):
         self._announced = False
         self._start: dict[str, Any] = {}
         self._constant = 0
+        self._untrained = Untrained(min(CONSTANT, iterations))
         self._watch = StageWatch(self._going_on)
 
     def disable(self) -> None:
@@ -134,6 +136,7 @@ class ProgressLines(ProgressBar):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock of the first iteration."""
         self._since = time.perf_counter()
+        self._untrained.begin(pl_module)
         self._clear_before_log_records()
 
     def on_train_batch_end(
@@ -156,20 +159,25 @@ class ProgressLines(ProgressBar):
                 note(text)
         elif due:
             say(text)
-        self._look_at(iteration, numbers)
+        self._look_at(iteration, numbers, pl_module)
 
-    def _look_at(self, iteration: int, numbers: Mapping[str, Any]) -> None:
-        """Say once if a reward never varies: a wrong reward, or answers that are cut off, look like a slow start."""
-        if "reward/std" not in numbers or "reward/mean" not in numbers:
-            return
-        self._constant = self._constant + 1 if float(numbers["reward/std"]) == 0 else 0
-        if self._constant == CONSTANT:
-            with self._undrawn():
-                say(
+    def _look_at(self, iteration: int, numbers: Mapping[str, Any], module: Any) -> None:
+        """Say once what looks like a slow start: a run without steps, or a reward that never varies.
+
+        The latter is a wrong reward, or answers that are cut off.
+        """
+        text = self._untrained.note(iteration, numbers, module)
+        if not self._untrained.row and "reward/std" in numbers and "reward/mean" in numbers:
+            self._constant = self._constant + 1 if float(numbers["reward/std"]) == 0 else 0
+            if self._constant == CONSTANT:
+                text = (
                     f"note: iterations {iteration - CONSTANT + 1} to {iteration}: every score was "
                     f"{float(numbers['reward/mean']):g}, so nothing can be learned from the reward; look at the "
                     "responses (samples in the tracker), at the reward and at rollout.max_new_tokens"
                 )
+        if text is not None:
+            with self._undrawn():
+                say(text)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the last drawn line in place."""

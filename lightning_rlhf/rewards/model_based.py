@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lightning_rlhf.functional.choices import DType
+from lightning_rlhf.model_paths import fault_of
 from lightning_rlhf.rewards.base import MESSAGES_KEY, RewardBatch, RewardError, origin
 
 log = logging.getLogger(__name__)
@@ -83,7 +85,13 @@ class RewardModel:
         self.counts: Counter[str] = Counter()
         """``cut``: number of conversations longer than ``max_tokens``."""
         hub = {"revision": revision, "trust_remote_code": trust_remote_code}
-        self.tokenizer, self.model = load_classifier(self.path, hub, dtype, attn_implementation)
+        precision = weights_dtype(dtype)
+        if precision is None:
+            raise RewardError(f"dtype = {dtype!r} is not allowed: {DTYPE_WANTED}")
+        try:
+            self.tokenizer, self.model = load_classifier(self.path, hub, precision, attn_implementation)
+        except NoClassifier as error:
+            raise RewardError(f"path = {self.path!r} is not allowed: a reward model is wanted; {error}") from error
         self.model.eval().requires_grad_(False).to(device)
         self.label = self._check_label(label)
         self.chat = bool(self.tokenizer.chat_template) if chat is None else chat
@@ -167,36 +175,67 @@ class RewardModel:
         return label
 
 
+DTYPE_WANTED = "a PyTorch type such as float32 or bfloat16"
+
+
+def weights_dtype(name: str) -> torch.dtype | None:
+    """The type of weights of this name; ``None`` if it is none of floating point."""
+    found = getattr(torch, name, None)
+    return found if isinstance(found, torch.dtype) and found.is_floating_point else None
+
+
+class NoClassifier(ValueError):
+    """Why there is no sequence-classification model where one was named, in one line without key and path."""
+
+
 def load_classifier(
-    path: str, hub: dict[str, Any], dtype: str, attn_implementation: str | None = None, *, what: str = "reward model"
+    path: str, hub: dict[str, Any], dtype: torch.dtype, attn_implementation: str | None = None
 ) -> tuple[Any, Any]:
     """Tokenizer and sequence-classification model.
 
     Args:
         path: folder or hub id.
         hub: arguments for the hub, such as ``revision``.
-        dtype: name of the weights' type.
+        dtype: of the weights.
         attn_implementation: as for ``from_pretrained``.
-        what: it is for, in error messages.
 
     Raises:
-        RewardError: there is none, or its head is not in the checkpoint and would be random.
+        NoClassifier: there is none, or its head is not in the checkpoint and would be random.
     """
-    precision = getattr(torch, dtype, None)
-    if not isinstance(precision, torch.dtype) or not precision.is_floating_point:
-        raise RewardError(f"dtype = {dtype!r} is not allowed: a PyTorch type such as float32 or bfloat16")
-    if path.startswith(("/", ".", "~")) and not Path(path).expanduser().is_dir():
-        raise RewardError(f"path = {path!r} is not allowed: there is no such folder")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, **hub)
-        model, info = AutoModelForSequenceClassification.from_pretrained(
-            path, **hub, dtype=precision, attn_implementation=attn_implementation, output_loading_info=True
-        )
-    except (OSError, ValueError) as error:
-        raise RewardError(f"path = {path!r}: the {what} cannot be loaded: {error!s:.400}") from error
+    if (fault := fault_of(path, hub["revision"])) is not None:
+        raise NoClassifier(fault)
+    local = Path(path).expanduser()
+    where = str(local) if local.is_dir() else path
+    with _reports_held() as reports:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(where, **hub)
+            model, info = AutoModelForSequenceClassification.from_pretrained(
+                where, **hub, dtype=dtype, attn_implementation=attn_implementation, output_loading_info=True
+            )
+        except (OSError, ValueError, ImportError) as error:
+            raise NoClassifier(f"it cannot be loaded: {' '.join(str(error).split()):.400}") from error
     if info["missing_keys"]:
-        raise RewardError(
-            f"path = {path!r} is not allowed: the model has no trained {', '.join(sorted(info['missing_keys']))}; "
-            f"a {what} is wanted, not a plain language model"
-        )
+        missing = ", ".join(sorted(info["missing_keys"]))
+        raise NoClassifier(f"the model has no trained {missing}, which a plain language model lacks")
+    for report in reports:
+        LOADING.handle(report)
     return tokenizer, model
+
+
+LOADING = logging.getLogger("transformers.modeling_utils")
+
+
+@contextmanager
+def _reports_held() -> Iterator[list[logging.LogRecord]]:
+    """What transformers says of the weights that it loads, a table of many lines: held back where one line says it."""
+    held: list[logging.LogRecord] = []
+
+    def hold(record: logging.LogRecord) -> bool:
+        held.append(record)
+        return False
+
+    LOADING.addFilter(hold)
+    try:
+        yield held
+    finally:
+        LOADING.removeFilter(hold)

@@ -15,7 +15,7 @@ from lightning_rlhf.errors import SettingError
 from lightning_rlhf.experience import Experience, Safety
 from lightning_rlhf.rewards.answers import AnswerCache
 from lightning_rlhf.rewards.base import RewardError
-from lightning_rlhf.rewards.model_based import load_classifier
+from lightning_rlhf.rewards.model_based import DTYPE_WANTED, NoClassifier, load_classifier, weights_dtype
 from lightning_rlhf.settings import SOMETHING_TO_FIND, build
 
 BLOCK = "module.safety"
@@ -179,11 +179,14 @@ class TextClassifier:
 
     def __init__(self, settings: ClassifierSettings) -> None:
         self.settings = settings
+        dtype = weights_dtype(settings.dtype)
+        if dtype is None:
+            raise SettingError(f"{BLOCK}.classifier.dtype", settings.dtype, DTYPE_WANTED)
         try:
-            hub = {"revision": settings.revision}
-            self.tokenizer, self.model = load_classifier(settings.path, hub, settings.dtype, what="classifier")
-        except RewardError as error:
-            raise SettingError(f"{BLOCK}.classifier.path", settings.path, f"a text classifier; {error}") from error
+            self.tokenizer, self.model = load_classifier(settings.path, {"revision": settings.revision}, dtype)
+        except NoClassifier as error:
+            allowed = f"a text classifier is wanted; {error}"
+            raise SettingError(f"{BLOCK}.classifier.path", settings.path, allowed) from error
         self.model.eval().requires_grad_(False)
         self.model.config.pad_token_id = -1  # rows have no padding; a set id would be searched for and skipped
         self.label = self._number_of(settings.label)
@@ -245,7 +248,11 @@ class TextClassifier:
 
 
 def apply_safety(experience: Experience, safety: SafetyFilter) -> None:
-    """Take unsafe and replaced responses out of the loss mask, or set ``experience.penalty``; keep good answers."""
+    """Take unsafe and replaced responses out of the measured scores and the loss mask, or set a penalty.
+
+    Replies and earlier answers are no responses of this policy: their scores are not measured even if they train. Good
+    answers are kept.
+    """
     codes, settings = experience.require("safety"), safety.settings
     if safety.answers is not None:
         safety.answers.remember(experience)
@@ -253,6 +260,7 @@ def apply_safety(experience: Experience, safety: SafetyFilter) -> None:
     if settings.action == "penalise":
         experience.penalty = unsafe.to(experience.require("scores").dtype) * settings.penalty
         return
+    experience.own = ~(unsafe | replaced(codes))
     if not settings.train_replaced:
         unsafe = unsafe | replaced(codes)
     experience.loss_mask = experience.require("loss_mask") & ~unsafe.unsqueeze(-1)

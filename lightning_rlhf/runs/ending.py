@@ -22,7 +22,7 @@ from lightning_rlhf.reporting.terminal import note, say
 from lightning_rlhf.rewards import RewardError
 from lightning_rlhf.rollout.server_pool import ServersGone
 from lightning_rlhf.runs.folder import checkpoint_folder, kept_elsewhere, starts
-from lightning_rlhf.runs.own_code import from_own_code, own_calls
+from lightning_rlhf.runs.own_code import from_own_code, in_words, own_calls
 from lightning_rlhf.schema import InputError
 
 PEERS = (PeerFailed, RanksTimedOut)
@@ -141,8 +141,7 @@ def in_short(error: Exception) -> str | None:
         return f"{error}\n{origin}" if origin else str(error)
     if isinstance(error, InputError) or not from_own_code(error):
         return None
-    kind = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return "\n".join([kind, own_calls(error)]).rstrip("\n")
+    return "\n".join([in_words(error), own_calls(error)]).rstrip("\n")
 
 
 def report_of_process(name: str, error: Exception, folder: Path) -> None:

@@ -26,6 +26,15 @@ def from_own_code(error: BaseException) -> bool:
     return isinstance(error, MetricError) or bool(frames and _is_own(frames[-1]))
 
 
+def in_words(error: BaseException) -> str:
+    """The class of an exception and its text, after the key of the user's own object that raised it, if it is known.
+
+    Whoever calls such an object sets the key as ``error.called_as``; it stays with an exception of another process.
+    """
+    kind = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return ": ".join(filter(None, [getattr(error, "called_as", ""), kind]))
+
+
 def own_calls(error: BaseException) -> str:
     """The innermost calls of the user's own code, at most :data:`CALLS_SHOWN`, as lines of a traceback."""
     frames = list(traceback.extract_tb(error.__traceback__))

@@ -109,8 +109,17 @@ def _estimator(config: Mapping[str, Any], settings: PPOSettings, batch: BatchSiz
 
 
 def _termination(config: Mapping[str, Any], settings: PPOSettings) -> Iterator[Problem]:
-    """Check that truncated responses have the critic that values them, or a penalty within the length limit."""
+    """Check that truncated responses have the critic that values them, or a penalty within the length limit.
+
+    Where early ones are dropped, check that a response can be long enough to end by itself.
+    """
     chosen, limit = settings.termination, get(config, "rollout.max_new_tokens")
+    if chosen.early == "drop" and isinstance(limit, int) and chosen.min_tokens >= max(limit, 1):
+        allowed = (
+            f"it must be below rollout.max_new_tokens = {limit} with module.termination.early = drop: every response "
+            "that ends by itself would be early, and dropped"
+        )
+        yield Problem("module.termination.min_tokens", chosen.min_tokens, allowed)
     if chosen.truncated == "bootstrap" and settings.advantage.estimator != "gae":
         allowed = "keep, penalty, drop_reward or soft_overlong, or the estimator gae with its critic"
         yield Problem("module.termination.truncated", "bootstrap", allowed)

@@ -103,7 +103,7 @@ def _write(folder: Path, error: Exception) -> None:
     content = {
         "class": kind,
         "exception": type(error).__name__,
-        "message": passwords.hidden(str(error)),
+        "message": passwords.hidden(": ".join(filter(None, [getattr(error, "called_as", ""), str(error)]))),
         "origin": passwords.hidden(str(getattr(error, "origin", ""))),
         "traceback": passwords.hidden(trace),
         "rank": rank_of(error, place_at_start()[0]),

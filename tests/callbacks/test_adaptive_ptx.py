@@ -16,7 +16,10 @@ from lightning_rlhf.callbacks import AdaptivePTX
 from lightning_rlhf.control import Control
 from lightning_rlhf.data.corpus import text_blocks
 from lightning_rlhf.errors import InputError
+from lightning_rlhf.runs.ending import in_short
 from lightning_rlhf.settings import SettingError
+from lightning_rlhf.supervise import files
+from lightning_rlhf.supervise.ending import recorded
 from tests.support import (
     DecisionLog,
     Recorder,
@@ -98,6 +101,16 @@ def test_pid_by_hand() -> None:
 
 
 @pytest.mark.parametrize("mode", ["doubling", "pid"])
+def test_the_baseline_moves_nothing_and_begins_the_average(mode: Any) -> None:
+    """Also in a run whose reward stalls, where a text of its own is measured anew."""
+    callback = with_scores(AdaptivePTX(mode=mode, smoothing=0.0, window=1), 0.5, 0.5)
+    assert callback.next_coefficient(0.05, 1.0, baseline=True) == 0.05
+    assert (callback.average, callback.kept) == (0.0, 1.0) and callback.pid.origin is None
+    expected = {"doubling": 0.025, "pid": 0.05 * (-math.log(0.99) / -math.log(0.98)) ** 0.6}
+    assert callback.next_coefficient(0.05, 0.99) == pytest.approx(expected[mode], rel=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["doubling", "pid"])
 def test_a_probe_that_is_not_finite_moves_nothing(mode: Any) -> None:
     callback = AdaptivePTX(mode=mode, smoothing=0.0)
     callback.next_coefficient(0.1, 0.99)
@@ -147,6 +160,41 @@ def test_a_run_whose_capability_falls_doubles_gamma_and_says_why() -> None:
     assert metrics["ptx/benchmark/falling"] == metrics["ptx/capability"] == pytest.approx(0.85)
     assert metrics["ptx/capability_average"] == pytest.approx(0.85)
     assert metrics["ptx/held_out_perplexity"] > 1
+
+
+class Knobs(Recorder):
+    """The coefficient of the text in each iteration."""
+
+    def on_update_end(self, trainer: Any, module: Any, stats: Any) -> None:
+        self.events.append(("gamma", module.control.applied["ptx_coefficient"]))
+
+
+def test_pid_acts_from_the_first_probe_after_the_baseline_on() -> None:
+    """e = log(log(share) / log(0.98)) of shares 0.95, 0.9 and 0.85; gamma = 0.05 x exp(0.5 e + 0.1 sum(e))."""
+    callback = AdaptivePTX(
+        every=1, benchmarks={"falling": Falling()}, mode="pid", smoothing=0.0, kp=0.5, ki=0.1, kd=0.0
+    )
+    fit(ptx_module(ptx=PTX | {"held_out": 0}), [callback, knobs := Knobs()])
+    errors = [math.log(math.log(share) / math.log(0.98)) for share in (0.95, 0.9, 0.85)]
+    expected = [0.05, *(0.05 * math.exp(0.5 * e + 0.1 * sum(errors[: n + 1])) for n, e in enumerate(errors))]
+    assert knobs.of("gamma")[0] == 0.05, "module.ptx.coefficient"
+    assert knobs.of("gamma") == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_benchmark_that_raises_is_named_with_the_callback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In what the command prints, and in what it records for the supervisor."""
+
+    def broken(module: Any) -> float:
+        raise ValueError("boom")
+
+    monkeypatch.setenv(files.VARIABLE, str(tmp_path))
+    with pytest.raises(ValueError, match="boom") as caught, recorded():
+        fit(ptx_module(), [AdaptivePTX(benchmarks={"broken": broken})])
+    said = (in_short(caught.value) or "").splitlines()
+    assert said[0] == "callbacks.adaptive_ptx.benchmarks.broken: ValueError: boom"
+    assert said[-1].strip() == 'raise ValueError("boom")'
+    record = files.read(tmp_path / files.END) or {}
+    assert (record["class"], record["message"]) == ("user_code", "callbacks.adaptive_ptx.benchmarks.broken: boom")
 
 
 def test_probes_change_nothing_of_the_run() -> None:
@@ -282,7 +330,7 @@ def test_a_probe_that_becomes_nan_is_warned_about_and_moves_nothing() -> None:
         ({"ki": -1}, r"ki = -1 is not allowed"),
         ({"mode": "proportional"}, r"mode = 'proportional' is not allowed: one of doubling, pid"),
         ({"minimum": 0}, r"minimum = 0 is not allowed: a finite number > 0"),
-        ({"minimum": 2, "maximum": 1}, r"minimum = 2 is not allowed: below callbacks\.adaptive_ptx\.maximum = 1"),
+        ({"minimum": 2, "maximum": 1}, r"minimum = 2 .*: it must be below callbacks\.adaptive_ptx\.maximum = 1"),
         ({"benchmarks": {"a": 3}}, r"benchmarks\.a = 3 is not allowed: a callable that takes the module"),
         ({"benchmarks": [3]}, r"benchmarks = \[3\] is not allowed: callables by name"),
         ({"benchmarks": {"a/b": float}}, r"benchmarks = 'a/b' is not allowed: names of letters"),

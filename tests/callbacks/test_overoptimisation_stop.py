@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import re
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -539,6 +540,7 @@ def test_a_file_of_stored_scores_that_is_not_there_is_found_before_any_work(comp
 def test_one_line_of_the_command_line_and_what_the_run_prints(
     compose: Any, tiny_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from lightning_rlhf import cli
     from lightning_rlhf.train import train
 
     gold = "{_target_: tests.callbacks.test_overoptimisation_stop.odd_digits, _partial_: true}"
@@ -558,6 +560,13 @@ def test_one_line_of_the_command_line_and_what_the_run_prints(
     path = best.rpartition(": ")[2]
     assert Path(path).is_file() and path.startswith(str(tmp_path)) and stopped.endswith(path)
     assert metrics["clock/iteration"] < 20 and "eval/gold_mean" in metrics
+    score = float(best.partition("(")[2].partition(")")[0])
+    page = (Path(__file__).resolve().parents[2] / "docs" / "overoptimisation.md").read_text(encoding="utf-8")
+    [words] = re.findall(r"lightning-rlhf eval checkpoint=\S+ \\\n +(.*)", page)
+    term = words.replace("my_parts.Judge", "tests.callbacks.test_overoptimisation_stop.odd_digits").split()
+    assert cli.main(["eval", f"checkpoint={path}", *term]) == 0
+    [evaluated] = re.findall(r"eval/gold +(\S+)", capsys.readouterr().out)
+    assert float(evaluated) == pytest.approx(score, rel=1e-3), "the term of the docs gives the gold score"
 
 
 @pytest.mark.slow

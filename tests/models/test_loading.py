@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from lightning_rlhf.models import loading
+from lightning_rlhf import model_paths
 from lightning_rlhf.models.loading import load_pretrained, resolve_path
 from lightning_rlhf.models.tiny import build_tiny
 from tests.support import needs_smollm2
@@ -74,7 +74,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         asked.append(path)
         raise ConnectionError("Name or service not known\nand a longer story")
 
-    monkeypatch.setattr(loading.HfApi, "model_info", model_info)
+    monkeypatch.setattr(model_paths.HfApi, "model_info", model_info)
     return asked
 
 
@@ -98,13 +98,12 @@ def test_an_unreachable_hub_gives_one_line(path: str, offline: list[str]) -> Non
     assert message.startswith(f"model path = {path!r}: no such folder here, and the Hugging Face hub gave no such")
     assert "(Name or service not known)" in message
     assert "\n" not in message
-    assert caught.value.__cause__ is None
-    assert caught.value.__suppress_context__
+    assert caught.value.__cause__ is caught.value.__context__ is None
     assert offline == [path]
 
 
 def test_a_cached_hub_model_needs_no_hub(offline: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "try_to_load_from_cache", lambda path, name: f"/cache/{path}/{name}")
+    monkeypatch.setattr(model_paths, "try_to_load_from_cache", lambda path, name, **_: f"/cache/{path}/{name}")
     assert resolve_path("some/model") == ("some/model", None)
     assert resolve_path("some/model", "weights.gguf") == ("some/model", "weights.gguf")
     assert not offline
@@ -112,7 +111,7 @@ def test_a_cached_hub_model_needs_no_hub(offline: list[str], monkeypatch: pytest
 
 def test_folders_without_a_model(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"the folder has no config\.json; it holds: nothing"):
+    with pytest.raises(ValueError, match=r"model path = .*: the folder is empty\. Allowed: a folder with"):
         load_pretrained(str(tmp_path / "empty"))
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "tiny.gguf").touch()

@@ -9,6 +9,8 @@ import shutil
 import sys
 import threading
 import time
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +20,9 @@ from lightning_rlhf import cli, schema
 from lightning_rlhf.assembly import make_trainer
 from lightning_rlhf.reporting.progress import ProgressLines, duration
 from lightning_rlhf.reporting.terminal import FILE, note, run_log, say
+from lightning_rlhf.reporting.untrained import Untrained, why
+from lightning_rlhf.rewards.safety import SafetySettings
+from lightning_rlhf.settings import PPOSettings
 
 LINE = re.compile(r"iteration (\d+)/7  reward -?\d\.\d{3}  kl/ref -?\d\.\d{4}  \d+ tok/s  \d+:\d\d left")
 TINY = ["model.source.hidden_size=32", "model.source.layers=1", "model.source.heads=2", "logger=none"]
@@ -177,6 +182,57 @@ def test_a_reward_that_never_varies_is_said_once(capsys):
     assert (
         capsys.readouterr().out.count("note: iterations 4 to 6: every score was 0.25, so nothing can be learned") == 1
     )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (
+            ["safety=filter", "module.safety.patterns=['.*']", "module.safety.attempts=1"],
+            "100% left out as unsafe (module.safety.words, module.safety.patterns, module.safety.classifier)",
+        ),
+        (
+            ["module.termination.early=drop", "module.termination.min_tokens=119", "rollout.max_new_tokens=120",
+             "model.source.max_positions=256"],
+            "100% dropped as too short (module.termination.early = drop, module.termination.min_tokens = 119)",
+        ),
+        (
+            ["rollout_correction=stability", "module.rollout_correction.rollout_rs=token",
+             "module.rollout_correction.rollout_rs_threshold=1.0002",
+             "module.rollout_correction.rollout_rs_threshold_lower=1.0001"],
+            "100% rejected (module.rollout_correction)",
+        ),
+    ],
+)  # fmt: skip
+def test_a_run_without_steps_says_once_why(run, capsys, overrides, why):
+    assert run("iterations=4", *overrides) == 0
+    said = "note: iterations 1 to 3: no response may train, so no step was taken and the weights stay: "
+    assert capsys.readouterr().out.count(f"{said}{why}\n") == 1
+    log = without_times(Path("run", FILE))
+    assert log.count(f"{said}{why}\n") == 1 and "every score was" not in log
+
+
+def test_a_response_that_is_dropped_beside_unsafe_ones_has_its_share():
+    settings = SafetySettings(patterns=(".*",))
+    module = SimpleNamespace(
+        safety=SimpleNamespace(settings=settings), run_config=None,
+        settings=PPOSettings.from_blocks(termination={"early": "drop", "min_tokens": 7}),
+    )  # fmt: skip
+    numbers = {"safety/unsafe_fraction": 0.5, "response/dropped_fraction": 0.25}
+    unsafe, dropped, rejected = why(numbers, module).replace("), ", ")\n").splitlines()
+    assert unsafe.startswith("50% left out as unsafe (") and rejected == "25% rejected (by code of your own)"
+    assert dropped.startswith("25% dropped as too short (") and dropped.endswith("min_tokens = 7)")
+    module.safety.settings = replace(settings, action="penalise")
+    assert "unsafe" not in why(numbers, module), "it is trained on, with its penalty"
+
+
+def test_steps_that_callbacks_skip_are_not_a_run_without_steps():
+    notes, module = Untrained(1), SimpleNamespace(control=SimpleNamespace(counts=Counter(empty_minibatches=4)))
+    notes.begin(module)
+    numbers = {"stability/empty_minibatches": 4.0, "ppo/updates": 0.0, "ppo/steps_skipped": 0.0}
+    assert notes.note(1, numbers, module) is None, "its epochs were ended before the first minibatch"
+    numbers = {"stability/empty_minibatches": 5.0, "ppo/updates": 0.0, "ppo/steps_skipped": 1.0}
+    assert notes.note(2, numbers, module) is None and notes.row == 0
 
 
 def test_a_wrong_interval_is_refused():

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import string
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForSequenceClassification,
@@ -250,8 +252,17 @@ def test_model_with_several_outputs_needs_a_label(save):
 
 def test_plain_language_model_is_refused(save):
     path = save(LlamaForCausalLM(LlamaConfig(**LLAMA)), toy_tokenizer())
-    with pytest.raises(RewardError, match=r"the model has no trained score\.weight; a reward model is wanted"):
+    with pytest.raises(RewardError, match=r"a reward model is wanted; the model has no trained score\.weight"):
         RewardModel(path)
+
+
+def test_what_transformers_says_of_the_weights_of_a_model_that_is_used_is_shown(save, caplog, monkeypatch):
+    path = save(llama(), toy_tokenizer())
+    file = Path(path) / "model.safetensors"
+    save_file(load_file(file) | {"spare.weight": torch.zeros(1)}, file, metadata={"format": "pt"})
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    RewardModel(path)
+    assert "spare.weight" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -272,7 +283,19 @@ def test_bad_settings_are_refused(save, options, message):
 
 
 def test_missing_model_is_named(tmp_path):
-    with pytest.raises(RewardError, match=r"path = '/nowhere/model' is not allowed: there is no such folder"):
+    said = "is not allowed: a reward model is wanted; "
+    with pytest.raises(RewardError, match=rf"path = '/nowhere/model' {said}there is no such file or folder$"):
         RewardModel("/nowhere/model")
-    with pytest.raises(RewardError, match=rf"path = '{tmp_path}': the reward model cannot be loaded"):
+    with pytest.raises(RewardError, match=rf"path = 'nowhere' {said}no such folder here, and the Hugging Face hub"):
+        RewardModel("nowhere")
+    with pytest.raises(RewardError, match=rf"path = '{tmp_path}' {said}the folder is empty$"):
         RewardModel(str(tmp_path))
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(RewardError, match=r"the folder has no config\.json; it holds: notes\.txt$"):
+        RewardModel(str(tmp_path))
+    with pytest.raises(RewardError, match=r"it is a file, not a folder$"):
+        RewardModel(str(tmp_path / "notes.txt"))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(RewardError, match=rf"path = '{tmp_path}' {said}it cannot be loaded: .") as caught:
+        RewardModel(str(tmp_path))
+    assert "\n" not in str(caught.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ from transformers import (
 from lightning_rlhf import schema
 from lightning_rlhf.assembly import assemble
 from lightning_rlhf.callbacks import SamplesTable
+from lightning_rlhf.callbacks.prompt_monitor import visits_of
 from lightning_rlhf.checkpoint import IterationCheckpoint, RNGState
 from lightning_rlhf.errors import ConfigError, InputError, SettingError
 from lightning_rlhf.experience import Safety
+from lightning_rlhf.metrics.batch import MetricBatch
 from lightning_rlhf.models import build_tiny
 from lightning_rlhf.rewards import RewardError
 from lightning_rlhf.rewards.safety import SafetyFilter
@@ -146,7 +149,14 @@ def test_the_threshold_decides(toxic: str) -> None:
         ({"words": ["x"], "train_replaced": True}, r"module\.safety\.train_replaced = True .* false"),
         ({"classifier": {"label": "toxic"}}, r"module\.safety\.classifier = .* missing: path"),
         ({"classifier": {"path": "x", "treshold": 1}}, r"module\.safety\.classifier\.treshold .* 'threshold'"),
-        ({"classifier": {"path": "/no/such"}}, r"module\.safety\.classifier\.path = '/no/such' .* no such folder"),
+        (
+            {"classifier": {"path": "/no/such"}},
+            r"classifier\.path = '/no/such' is not .* no such file or folder$",
+        ),
+        (
+            {"classifier": {"path": "x", "dtype": "int8"}},
+            r"\.classifier\.dtype = 'int8' .* such as float32",
+        ),
     ],
 )
 def test_bad_settings_are_one_error(block: dict[str, Any], message: str) -> None:
@@ -161,7 +171,11 @@ def test_an_unknown_label_names_those_there_are(toxic: str) -> None:
         filter_of(classifier={"path": toxic})
 
 
-def test_a_language_model_is_no_classifier(tmp_path: Path) -> None:
+def test_a_language_model_is_no_classifier(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line, without the table of weights that transformers prints."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     tiny = build_tiny(VOCABULARY, hidden_size=32, layers=1, heads=2)
     config = LlamaConfig(
         vocab_size=len(tiny.tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1,
@@ -169,7 +183,17 @@ def test_a_language_model_is_no_classifier(tmp_path: Path) -> None:
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     tiny.tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(SettingError, match=r"module\.safety\.classifier\.path .* a classifier is wanted, not a plain"):
+    with pytest.raises(SettingError) as caught:
+        filter_of(classifier={"path": str(tmp_path), "label": "0"})
+    assert str(caught.value) == (
+        f"module.safety.classifier.path = {str(tmp_path)!r} is not allowed: a text classifier is wanted; the model has "
+        "no trained score.weight, which a plain language model lacks"
+    )
+    assert not caplog.records
+
+
+def test_an_empty_folder_is_no_classifier(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=r"classifier\.path = .* a text classifier is wanted; the folder is empty$"):
         filter_of(classifier={"path": str(tmp_path), "label": "0"})
 
 
@@ -259,9 +283,55 @@ def test_redrawn_responses_are_the_policys_own() -> None:
     assert len(set(experience.seed.tolist())) == len(experience), "every row has its own seed"
 
 
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"attempts": 1},
+        {"action": "replace", "reply": "4+4"},
+        {"action": "replace", "reply": "4+4", "train_replaced": True},
+        {"action": "replace", "reply": "4+4", "cache": 8, "cache_similarity": 0.1},
+        {"action": "penalise"},
+    ],
+)
+def test_scores_are_measured_on_the_policys_own_responses(block: dict[str, Any]) -> None:
+    """Metrics, what callbacks see, and the visits of prompts; what is penalised is the policy's own and counts."""
+    module = tiny_module(iterations=3, safety=ODD | block)
+    recorder = Recorder()
+    numbers = {name: float(value) for name, value in fit(module, [recorder]).callback_metrics.items()}
+    experience, stats = recorder.of("on_experience_ready")[-1]
+    left = {Safety.UNSAFE, Safety.REPLACED, Safety.CACHED} if block.get("action") != "penalise" else set()
+    own = torch.tensor([code not in left for code in experience.safety.tolist()])
+    assert own.any() and (not left or not own.all()), "else nothing is shown"
+    scores = experience.scores.double()[own]
+    assert numbers["reward/mean"] == pytest.approx(float(scores.mean()), rel=1e-6)
+    assert numbers["reward/std"] == pytest.approx(float(scores.std()), rel=1e-6)
+    assert (numbers["reward/max"], numbers["reward/min"]) == (float(scores.max()), float(scores.min()))
+    assert numbers["reward/term/score"] == numbers["reward/mean"]
+    kl = (experience.old_logprobs - experience.ref_logprobs).sum(-1).double()[own]
+    paid = scores - module.settings.kl.coefficient * kl
+    assert numbers["reward/total_with_kl"] == pytest.approx(float(paid.mean()), abs=1e-6)
+    assert (stats.score_mean, stats.score_std) == pytest.approx((numbers["reward/mean"], numbers["reward/std"]))
+    assert sum(visit.samples for visit in visits_of(experience)) == int(own.sum())
+    assert numbers["response/length_mean"] == experience.response_lengths.float().mean(), "of all rows"
+
+
+def test_groups_of_prompts_measure_scores_on_the_same_rows() -> None:
+    module, recorder = tiny_module(iterations=1, safety=ODD | {"action": "replace", "reply": "4+4"}), Recorder()
+    fit(module, [recorder])
+    experience = recorder.of("on_experience_ready")[-1][0]
+    experience.prompt_group = ["all"] * len(experience)
+    module.groups.take(["all"], {"all": "all"})
+    module.groups.measure(experience, metrics := MetricBatch())
+    numbers, own = metrics.compute(), experience.safety == Safety.SAFE
+    assert numbers["group/all/reward_mean"] == pytest.approx(float(experience.scores[own].mean()), rel=1e-6)
+    assert numbers["group/all/reward_std"] == pytest.approx(float(experience.scores[own].std()), rel=1e-6)
+    assert numbers["group/all/samples"] == len(experience) > own.sum()
+
+
 def test_a_batch_that_stays_unsafe_as_a_whole_trains_nothing() -> None:
     before = weights(tiny_module())
     module, experience, numbers = run(ALL, iterations=2)
+    assert not any(name.startswith("reward/") and name != "reward/overridden_fraction" for name in numbers)
     assert (experience.safety == Safety.UNSAFE).all() and numbers["safety/unsafe_fraction"] == 1
     assert same(before, weights(module)) and moments(module) == {}
     assert all(math.isfinite(value) for value in numbers.values())

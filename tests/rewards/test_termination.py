@@ -437,8 +437,8 @@ def test_a_rank_whose_rows_are_all_dropped_takes_part(tmp_path: Path) -> None:
         ("truncated", "drop", "one of keep, penalty, drop_reward, bootstrap, soft_overlong"),
         ("truncated_penalty", 0, "a finite number < 0"),
         ("overlong_factor", 0, "a finite number > 0"),
-        ("overlong_cache", 0.0, "a finite number > 0"),
-        ("overlong_cache", 1.0, "a whole number >= 1"),
+        ("overlong_cache", 0.0, "a finite number > 0 and < 1, .*, or a whole number >= 1"),
+        ("overlong_cache", 1.0, "a finite number > 0 and < 1, .*, or a whole number >= 1"),
     ],
 )
 def test_bad_settings_are_refused(key: str, value: Any, allowed: str) -> None:

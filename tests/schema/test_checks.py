@@ -155,10 +155,18 @@ BAD = {
         "module.termination.overlong_cache",
         "at most rollout.max_new_tokens = 5",
     ),
-    "half a token of a cache": (
-        ["module.termination.overlong_cache=1.5"],
-        "module.termination.overlong_cache",
-        "whole",
+    **{
+        f"a cache of {cache}": (
+            [f"module.termination.overlong_cache={cache}"],
+            "module.termination.overlong_cache",
+            "a finite number > 0 and < 1, a share of the length limit, or a whole number >= 1, tokens",
+        )
+        for cache in (0, -0.5, 1.0, 1.5, -3, "most", "true", ".nan")
+    },
+    "every response that ends is early, and dropped": (
+        ["module.termination.early=drop", "module.termination.min_tokens=5", "rollout.max_new_tokens=5"],
+        "module.termination.min_tokens",
+        "must be below rollout.max_new_tokens = 5 with module.termination.early = drop",
     ),
     "unknown end": (["module.termination.early=dorp"], "module.termination.early", "did you mean 'drop'?"),
     "a penalty that rewards": (["module.termination.early_penalty=2"], "module.termination.early_penalty", "< 0"),
