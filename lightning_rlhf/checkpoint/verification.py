@@ -32,26 +32,28 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether no element is NaN or infinite; of sharded tensors this rank's slices. One transfer from the device."""
-    extremes = [pair for tensor in tensors if (pair := _extremes(tensor)) is not None]
-    if not extremes:
-        return True
-    return bool(torch.stack([pair.isfinite().all().to(extremes[0].device) for pair in extremes]).all())
+    """Whether no element is NaN or infinite; of sharded tensors this rank's slices. One transfer from the device.
 
-
-def _extremes(tensor: Tensor) -> Tensor | None:
-    """The least and the greatest element, NaN if there is one; ``None`` for whole numbers and without elements.
-
-    One pass without a copy: far faster than ``isfinite().all()``, which writes a mask.
+    The norm of a tensor is finite only if all of its elements are, and it is by far the fastest of all reductions. Where
+    one is not, which finite elements from about 1e19 on can cause, too, the least and greatest elements decide.
     """
+    plain = [local for tensor in tensors if (local := _floats(tensor)) is not None]
+    return _finite(map(torch.linalg.vector_norm, plain)) or _finite(torch.stack(each.aminmax()) for each in plain)
+
+
+def _finite(numbers: Iterable[Tensor]) -> bool:
+    found = [each.isfinite().all() for each in numbers]
+    return not found or bool(torch.stack([each.to(found[0].device) for each in found]).all())
+
+
+def _floats(tensor: Tensor) -> Tensor | None:
+    """What can be NaN or infinite in a tensor; ``None`` for whole numbers and without elements."""
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
     if local.is_complex():
         local = torch.view_as_real(local)
     if not local.is_floating_point() or local.numel() == 0:
         return None
-    if local.element_size() == 1:
-        local = local.float()  # 8-bit floats have no minimum
-    return torch.stack(local.aminmax())
+    return local.float() if local.element_size() == 1 else local  # 8-bit floats have no reductions
 
 
 def first_not_finite(content: Mapping[str, Any], buffers: Collection[str] = ()) -> str | None:
