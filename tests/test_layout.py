@@ -44,6 +44,7 @@ FLOORS: list[set[str]] = [
         "distributed",
         "cli",
         "command_words",
+        "closed_output",
         "help",
         "serve",
         "export",
