@@ -19,8 +19,11 @@ def without_reader(code: str, *words: str, folder: Path) -> subprocess.Completed
     read, write = os.pipe()
     os.close(read)
     python = [sys.executable, "-c", code, *words]
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     try:
-        return subprocess.run(python, stdout=write, stderr=subprocess.PIPE, text=True, cwd=folder, check=False)
+        return subprocess.run(
+            python, stdout=write, stderr=subprocess.PIPE, text=True, cwd=folder, env=buffered, check=False
+        )
     finally:
         os.close(write)
 
