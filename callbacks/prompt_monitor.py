@@ -25,6 +25,8 @@ from lightning_rlhf.reporting.prompt_records import FOLDER, SUSPECTS
 
 NAMED = 3
 """Prompts that a decision's reason names."""
+VALUES = {"reward": "reward", "spread": "spread", "kl": "kl_excess"}
+"""What the value of each measure is called in the list: other files have a prompt's KL itself (``kl_ref``)."""
 
 
 class PromptMonitor(RLHFCallback):
@@ -34,17 +36,21 @@ class PromptMonitor(RLHFCallback):
     robust z-score, see :mod:`lightning_rlhf.metrics.prompt_statistics` and
     :func:`lightning_rlhf.functional.outliers.robust_z`. A mean reward is flagged on either side, spread and KL above.
     Nothing is done to a flagged prompt: it is counted, named, and listed in ``prompts/suspects.json`` of the run's
-    folder for ``lightning-rlhf prompts``. A prompt that no longer stands out is no longer flagged.
+    folder for ``lightning-rlhf prompts``. A prompt that no longer stands out is no longer flagged; if it does again, it
+    is not named again.
+
+    Only the policy's own samples count, see ``experience.own``.
 
     Args:
-        window: visits of a prompt that count, the last ones; at most 10,000, as they are kept in memory.
+        window: visits of a prompt that count, the last ones; at least 3, as the one that lies farthest out is left out
+            and a spread needs two; at most 10,000, as they are kept in memory.
         z: robust standard deviations beyond which a prompt is flagged.
         min_visits: visits before a prompt is judged.
         min_prompts: prompts that can be judged before any is; with few the scale of the others is unknown.
     """
 
     def __init__(self, window: int = 10, z: float = 3.0, min_visits: int = 3, min_prompts: int = 50) -> None:
-        bounded("prompt_monitor", at_least=2, at_most=10_000, whole=True, window=window)
+        bounded("prompt_monitor", at_least=3, at_most=10_000, whole=True, window=window)
         bounded("prompt_monitor", at_least=1, whole=True, min_visits=min_visits)
         bounded("prompt_monitor", above=0, z=z)
         bounded("prompt_monitor", at_least=3, whole=True, min_prompts=min_prompts)
@@ -52,6 +58,8 @@ class PromptMonitor(RLHFCallback):
         self.statistics = PromptStatistics(window)
         self.since: dict[str, int] = {}
         """Flagged prompts, and the iteration since which each is."""
+        self._named: set[str] = set()
+        """Prompts that a decision was taken about: those flagged now, and earlier."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse a folder in place of the list, before anything is trained."""
@@ -72,7 +80,8 @@ class PromptMonitor(RLHFCallback):
         for name in MEASURES:
             module.control.report(f"prompts/flagged_{name}", sum(name in found for found in reasons.values()))
         module.control.report("prompts/flagged", len(reasons))
-        new = [key for key in reasons if key not in self.since]
+        new = {*reasons} - self._named
+        self._named |= new
         self.since = {key: self.since.get(key, stats.iteration) for key in reasons}
         suspects = [self._suspect(key, found, standing) for key, found in reasons.items()]
         suspects.sort(key=lambda suspect: -_farthest(suspect))
@@ -97,10 +106,10 @@ class PromptMonitor(RLHFCallback):
             "key": key,
             "reasons": reasons,
             "since": self.since[key],
-            "visits": int(self.statistics.visits[row]),
+            "visits": min(int(self.statistics.visits[row]), self.window),
             "samples": int(standing.samples[row]),
             "score": _number(standing.scores[row]),
-            **{name: _number(standing.values[name][row]) for name in MEASURES},
+            **{VALUES[name]: _number(standing.values[name][row]) for name in MEASURES},
             "z": {name: _number(standing.z[name][row]) for name in MEASURES},
         }
 
@@ -108,7 +117,8 @@ class PromptMonitor(RLHFCallback):
         self, path: Path, iteration: int, judged: int, suspects: list[dict[str, Any]], standing: Standing
     ) -> None:
         others = {}
-        for name, values in {"score": standing.scores, **standing.values}.items():
+        compared = {VALUES[name]: values for name, values in standing.values.items()}
+        for name, values in {"score": standing.scores, **compared}.items():
             measured = values[~standing.z["reward"].isnan() & ~values.isnan()]
             others[name] = median(measured) if len(measured) else None
         content = {
@@ -122,27 +132,30 @@ class PromptMonitor(RLHFCallback):
         write_whole(path, json.dumps(content, indent=1) + "\n")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"statistics": self.statistics.state_dict(), "since": dict(self.since)}
+        return {"statistics": self.statistics.state_dict(), "since": dict(self.since), "named": sorted(self._named)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.statistics.load_state_dict(state_dict["statistics"])
         self.since = dict(state_dict["since"])
+        self._named = {*state_dict.get("named", self.since)}  # earlier releases kept those flagged at the time
 
 
 def visits_of(experience: Experience) -> list[Visit]:
     """One visit per prompt key of this rank's rows: rows of the data that repeat a prompt are one prompt.
 
-    Only responses whose scores are measured count; a prompt without one has no visit.
+    Only the policy's own responses count (``experience.own``): not those that the safety filter has replaced or left
+    out. A prompt without one was not visited.
     """
-    if experience.own is not None:
-        experience = experience.select(experience.own.nonzero().flatten())
     kl = row_kl(experience)
     scores: dict[str, list[float]] = {}
     kls: dict[str, list[float]] = {}
     of_rows = [math.nan] * len(experience) if kl is None else kl.tolist()
-    for key, score, distance in zip(experience.prompt_key, experience.require("scores").tolist(), of_rows, strict=True):
-        scores.setdefault(key, []).append(score)
-        kls.setdefault(key, []).append(distance)
+    own = [True] * len(experience) if experience.own is None else experience.own.tolist()
+    rows = zip(own, experience.prompt_key, experience.require("scores").tolist(), of_rows, strict=True)
+    for counts, key, score, distance in rows:
+        if counts:
+            scores.setdefault(key, []).append(score)
+            kls.setdefault(key, []).append(distance)
     visits = []
     for key, values in scores.items():
         mean = sum(values) / len(values)
@@ -173,7 +186,9 @@ def _farthest(suspect: dict[str, Any]) -> float:
 
 
 def _in_words(suspect: dict[str, Any]) -> str:
-    parts = [f"{name} {suspect[name]:+.3g} (z {suspect['z'][name]:+.3g})" for name in suspect["reasons"]]
+    parts = [
+        f"{VALUES[name]} {suspect[VALUES[name]]:+.3g} (z {suspect['z'][name]:+.3g})" for name in suspect["reasons"]
+    ]
     return f"{suspect['key']}: {', '.join(parts)}"
 
 

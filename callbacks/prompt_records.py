@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,16 @@ from lightning_rlhf.experience import Experience, Finish, PromptBatch
 from lightning_rlhf.metrics.experience import row_kl
 from lightning_rlhf.module import ActorCriticModule
 from lightning_rlhf.reporting.loggers import tell
-from lightning_rlhf.reporting.prompt_records import compact, next_start, piece_path, read_records, write_piece
+from lightning_rlhf.reporting.prompt_records import (
+    DamagedPieces,
+    compact,
+    next_start,
+    piece_path,
+    read_records,
+    write_piece,
+)
 from lightning_rlhf.rewards.base import origin
+from lightning_rlhf.rewards.safety import SafetyFilter, marks
 
 
 class PromptRecords(RLHFCallback):
@@ -27,7 +36,7 @@ class PromptRecords(RLHFCallback):
     ``lightning-rlhf prompts RUN`` reads them; :data:`lightning_rlhf.reporting.prompt_records.COLUMNS` are the columns.
     Each rank writes its own samples, every iteration; every ``every_n_iterations`` the pieces are joined into one, and
     the worst samples since the last time go to loggers as a table ``worst_samples``. Iterations that are done again
-    after a resume count once.
+    after a resume count once. A piece that cannot be read (a full or failing disk) is warned about and left as it is.
 
     Args:
         every_n_iterations: iterations of one piece, and between two tables.
@@ -40,6 +49,7 @@ class PromptRecords(RLHFCallback):
         self.every_n_iterations, self.rows = every_n_iterations, rows
         self._start = 0
         self._origins: dict[str, str] = {}
+        self._damaged = DamagedPieces(warnings.warn)  # of this rank: each reads its own
 
     def on_train_start(self, trainer: Trainer, module: ActorCriticModule) -> None:  # type: ignore[override]
         """Take the next number of a start; all ranks take that of rank 0, which may have written already."""
@@ -53,16 +63,16 @@ class PromptRecords(RLHFCallback):
     ) -> None:
         folder, (rank, _) = Path(trainer.default_root_dir), place()
         path = piece_path(folder, self._start, stats.iteration, stats.iteration, rank)
-        write_piece(path, columns(experience, stats.iteration, self._origins))
+        write_piece(path, columns(experience, stats.iteration, self._origins, module.safety))
         if stats.iteration % self.every_n_iterations == 0:
-            compact(folder, self._start, rank, stats.iteration)
+            compact(folder, self._start, rank, stats.iteration, self._damaged)
             if self.rows:
                 self._show_worst(trainer, stats.iteration)
 
     def _show_worst(self, trainer: Trainer, iteration: int) -> None:
         """Give loggers the lowest scores of all ranks since the last table; each rank reads its own files."""
         since, (rank, _) = iteration - self.every_n_iterations + 1, place()
-        own = read_records(Path(trainer.default_root_dir), since=since, rank=rank)
+        own = read_records(Path(trainer.default_root_dir), since=since, rank=rank, damaged=self._damaged)
         everyone = gather_objects(worst(own, self.rows))
         if trainer.is_global_zero:
             found = worst((row for of_rank in everyone for row in of_rank), self.rows)
@@ -75,13 +85,16 @@ def worst(records: Iterable[dict[str, Any]], count: int) -> list[dict[str, Any]]
     return heapq.nsmallest(count, records, key=lambda row: row["score"])
 
 
-def columns(experience: Experience, iteration: int, origins: dict[str, str]) -> dict[str, list[Any]]:
+def columns(
+    experience: Experience, iteration: int, origins: dict[str, str], safety: SafetyFilter | None = None
+) -> dict[str, list[Any]]:
     """The experience of this rank as columns; a number that was not measured is null.
 
     Args:
         experience: with advantages.
         iteration: counted from 1.
         origins: place of origin of each prompt key.
+        safety: the filter that the rows went through.
     """
     count, kl = len(experience), row_kl(experience)
     valid = experience.require("loss_mask")
@@ -96,6 +109,7 @@ def columns(experience: Experience, iteration: int, origins: dict[str, str]) -> 
         "prompt": experience.prompts,
         "response": experience.texts,
         "finish": [Finish(code).name.lower() for code in experience.finish.tolist()],
+        "safety": marks(experience, safety),
         "tokens": experience.response_lengths.tolist(),
         "score": scores,
         "terms": [list(zip(names, values, strict=True)) for values in zip(*terms, strict=True)],

@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from lightning_rlhf import __version__
+from lightning_rlhf.closed_output import quiet_without_reader
 from lightning_rlhf.command_words import flags_first, refuse_words
 from lightning_rlhf.errors import InputError, RunEnded, SettingError
 from lightning_rlhf.help import help_text
@@ -27,12 +28,14 @@ VERBS = ("train", "supervise", "eval", "export", "prompts", "serve")
 FULL_ERRORS = "HYDRA_FULL_ERROR"
 
 
+@quiet_without_reader
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb.
 
     Returns:
         The exit code: 0, 2 for invalid input (explained on one screen), 1 for any other failure, 130 after Ctrl-C,
-        143 after SIGTERM, 129 after SIGHUP and 138 after SIGUSR1. ``supervise --once`` has further ones.
+        143 after SIGTERM, 129 after SIGHUP, 138 after SIGUSR1 and 141 where nobody reads the output (``| head``).
+        ``supervise --once`` has further ones.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("help", "-h", "--help"):
@@ -357,6 +360,8 @@ def _folder_made(begun: Sequence[bool]) -> Iterator[None]:
     except (OSError, ValueError) as error:  # a ValueError of Python's logging for its file
         cause = error if isinstance(error, OSError) else error.__cause__
         if begun or isinstance(error, HydraException) or not isinstance(cause, OSError):  # some of Hydra's are OSErrors
+            raise
+        if isinstance(cause, BrokenPipeError):  # of the output, as of --cfg job
             raise
         raise InputError(f"the run's folder cannot be made: {cause}") from error
 

@@ -36,6 +36,8 @@ STABILITY_COUNTS = {
 SAID = 3
 """How many decisions of one kind are printed per start of a run."""
 ALWAYS_SAID = ("rollback", "stop_training")
+ONE_KIND = ("suspect_prompts",)
+"""Verbs whose reasons are all of one kind, although they name something else each time."""
 NUMBERS = re.compile(r"\b(?:\d[\d.]*(?:e[-+]?\d+)?|nan|inf)\b")
 """Numbers in a reason: reasons of one kind differ in nothing else."""
 
@@ -133,14 +135,15 @@ class Logbook:
     def write_decisions(self) -> None:
         """Print new decisions of this iteration with their reasons, and hand all to loggers with ``log_decisions``.
 
-        Repeated decisions are routine: of each kind (the verb, and its reason apart from numbers) the first
-        :data:`SAID` are printed. :data:`ALWAYS_SAID` names the verbs that are always printed.
+        Repeated decisions are routine: of each kind (the verb, and its reason apart from numbers and but for
+        :data:`ONE_KIND`) the first :data:`SAID` are printed. :data:`ALWAYS_SAID` names the verbs that are always
+        printed.
         """
         rows = [asdict(decision) for decision in self.module.control.decisions[self._written :]]
         self._written += len(rows)
         listed = [logger for logger in self.module.loggers if hasattr(logger, "log_decisions")]
         for row in rows:
-            kind = (row["verb"], NUMBERS.sub("#", row["reason"]))
+            kind = (row["verb"], "" if row["verb"] in ONE_KIND else NUMBERS.sub("#", row["reason"]))
             self._said[kind] += 1
             if row["verb"] in ALWAYS_SAID or self._said[kind] < SAID:
                 rank_zero_info("iteration %(iteration)d: %(verb)s: %(reason)s", row)

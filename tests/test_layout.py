@@ -45,6 +45,7 @@ FLOORS: list[set[str]] = [
         "distributed",
         "cli",
         "command_words",
+        "closed_output",
         "help",
         "serve",
         "export",

@@ -394,3 +394,14 @@ def test_a_logger_with_any_attribute_names_no_file_of_decisions() -> None:
     """Lightning's DummyLogger (``fast_dev_run``) answers every attribute with a function."""
     said = _more("stop_epochs", [DummyLogger()])
     assert said == "  more of this kind are not printed, but counted in stability/epochs_stopped"
+
+
+def test_suspect_prompts_are_one_kind_of_decision_whomever_they_name(caplog: pytest.LogCaptureFixture) -> None:
+    def decide(module: Any, _: Any) -> None:
+        iteration = module.control.iteration
+        module.control.note("suspect_prompts", f"unlike the others: {'abcdefgh'[iteration] * 16}: spread +{iteration}")
+
+    with caplog.at_level("INFO"):
+        fit(tiny_module(iterations=5), [Caller("on_update_end", decide)])
+    said = [record.getMessage() for record in caplog.records if "suspect_prompts" in record.getMessage()]
+    assert [line[:12] for line in said] == ["iteration 1:", "iteration 2:", "iteration 3:"]

@@ -34,7 +34,7 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether no element is NaN or infinite; of sharded tensors this rank's slices. One transfer from the device.
 
-    The norm of a tensor is finite only if all of its elements are, and it is by far the fastest of all reductions. Where
+    The norm of a tensor is finite only if all of its elements are, and is by far the fastest of all reductions. Where
     one is not, which finite elements from about 1e19 on can cause, too, the least and greatest elements decide.
     """
     plain = [local for tensor in tensors if (local := _floats(tensor)) is not None]

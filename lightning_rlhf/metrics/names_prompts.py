@@ -9,7 +9,7 @@ Row = tuple[str, str, Literal["up", "down", "neither"], str, str, dict[str, str]
 # fmt: off
 PROMPTS: list[Row] = [
     ("prompts/seen", "prompts", "neither", "once", "Different prompts that the run has visited (callback "
-     "prompt_monitor).", {}),
+     "prompt_monitor); where a safety filter replaced or left out all responses to one, that is no visit.", {}),
     ("prompts/judged", "prompts", "neither", "once", "Of these, prompts with enough visits to be compared.", {}),
     ("prompts/flagged", "prompts", "down", "once", "Prompts that lie far from the others by reward, spread or KL "
      "now; absent until enough prompts can be compared.", {}),

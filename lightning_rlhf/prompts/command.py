@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +13,15 @@ from typing import Any
 
 from lightning_rlhf.errors import InputError
 from lightning_rlhf.files import as_file
-from lightning_rlhf.reporting.prompt_records import FOLDER, SUSPECTS, read_records
-from lightning_rlhf.reporting.prompt_review import aligned, described, fault_of, shortened, write_review
+from lightning_rlhf.reporting.prompt_records import FOLDER, SUSPECTS, DamagedPieces, read_records
+from lightning_rlhf.reporting.prompt_review import (
+    aligned,
+    described,
+    fault_of,
+    in_present_names,
+    shortened,
+    write_review,
+)
 from lightning_rlhf.reporting.prompt_table import refuse_without_records
 from lightning_rlhf.runs.folder import STARTS
 
@@ -110,21 +119,22 @@ def show(options: Options) -> None:
     """
     least = options.least
     run = find_run(options.run)
+    damaged = DamagedPieces(lambda text: print(f"warning: {text}", file=sys.stderr))
     if options.why is not None:
-        print(history(run, options.why))
+        print(history(run, options.why, damaged))
     if options.map is not None or options.screen is not None:
         from lightning_rlhf.prompts.study import Wishes, study  # loads what makes models
 
         wishes = Wishes(options.map, options.screen, options.export, least, options.embedding)
-        study(run, wishes, suspects_of(run))
+        study(run, wishes, suspects_of(run), damaged)
     if options.export is not None and options.screen is None:
         found = read_suspects(run)
-        records = records_of(run, [suspect["key"] for suspect in found["suspects"]])
+        records = records_of(run, [suspect["key"] for suspect in found["suspects"]], damaged)
         if not records and found["suspects"]:
             print(f"note: {run / FOLDER} has no records, so texts and responses are missing; next time {SWITCH_ON}")
         print("\n".join(write_review(Path(options.export).expanduser(), str(run), found, records)))
     if options == Options(options.run):
-        print(listing(run))
+        print(listing(run, damaged))
 
 
 def suspects_of(run: Path) -> dict[str, str]:
@@ -169,7 +179,7 @@ def read_suspects(run: Path) -> dict[str, Any]:
             "callbacks.prompt_monitor.min_prompts were visited often enough (metric prompts/judged)"
         )
     try:
-        found: Any = json.loads(path.read_text(encoding="utf-8"))
+        found: Any = in_present_names(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, OSError) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
     if fault := fault_of(found):
@@ -177,17 +187,22 @@ def read_suspects(run: Path) -> dict[str, Any]:
     return found
 
 
-def records_of(run: Path, keys: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
-    """The records of some prompts, oldest first."""
+def records_of(run: Path, keys: Iterable[str], damaged: DamagedPieces) -> dict[str, list[dict[str, Any]]]:
+    """The records of some prompts, oldest first, without those in pieces that cannot be read.
+
+    Raises:
+        InputError: there are pieces, and none of them can be read.
+    """
     found: dict[str, list[dict[str, Any]]] = {}
-    for row in read_records(run, keys=list(keys)):
+    for row in read_records(run, keys=list(keys), damaged=damaged):
         found.setdefault(row["key"], []).append(row)
+    damaged.refuse_if_all()
     for rows in found.values():
         rows.sort(key=lambda row: row["iteration"])  # pieces of several ranks follow one another
     return found
 
 
-def listing(run: Path) -> str:
+def listing(run: Path, damaged: DamagedPieces) -> str:
     """The suspects with reasons and numbers, one line each, the farthest first."""
     found = read_suspects(run)
     suspects, others = found["suspects"], found["others"]
@@ -197,57 +212,75 @@ def listing(run: Path) -> str:
     )
     if not suspects:
         return head
-    records = records_of(run, [suspect["key"] for suspect in suspects])
-    rows = [["prompt key", "stands out by", "score", "spread", "kl", "visits", "since", "prompt"]]
+    records = records_of(run, [suspect["key"] for suspect in suspects], damaged)
+    shown = ("score", "spread", "kl_excess")
+    rows = [["prompt key", "stands out by", *shown, "visits", "since", "prompt"]]
     for suspect in suspects:
         own = records.get(suspect["key"], [])
-        numbers = [_digits(suspect[name]) for name in ("score", "spread", "kl")]
+        numbers = [_digits(suspect[name]) for name in shown]
         text = shortened(own[-1]["prompt"], 40) if own else "(not recorded)"
         rows.append([suspect["key"], described(suspect), *numbers, str(suspect["visits"]), str(suspect["since"]), text])
-    rows.append(["median of all", "", *(_digits(others[name]) for name in ("score", "spread", "kl")), "", "", ""])
+    rows.append(
+        ["median of all", "", *(_digits(others[name]) for name in ("score", "spread", "kl_excess")), "", "", ""]
+    )
     more = [
-        "score: mean; spread: deviation of the samples; kl: nats per token above the iteration's median prompt",
+        "score: mean; spread: deviation of the samples; kl_excess: nats per token above the iteration's median prompt;",
+        "all over the visits counted here, a prompt's last ones",
         f"one prompt's history:   lightning-rlhf prompts {run} --why KEY",
         f"review, lists to edit:  lightning-rlhf prompts {run} --export FOLDER",
     ]
     return "\n".join([head, "", *aligned(rows), "", *more])
 
 
-def history(run: Path, key: str) -> str:
+def history(run: Path, key: str, damaged: DamagedPieces) -> str:
     """One prompt: its text, what the monitor says, a line per iteration, and its newest responses.
+
+    The numbers of an iteration are of the policy's own samples; what a safety filter replaced or left out is counted
+    beside them.
 
     Raises:
         InputError: the run has no records, or none of this prompt.
     """
     refuse_without_records(run)
-    rows = records_of(run, [key]).get(key)
+    rows = records_of(run, [key], damaged).get(key)
     if rows is None:
         raise InputError(f"{key!r} is no prompt that {run} has recorded; allowed: a prompt key (16 hexadecimal digits)")
     suspect = None
     if (run / FOLDER / SUSPECTS).exists():
         suspect = next((s for s in read_suspects(run)["suspects"] if s["key"] == key), None)
     verdict = f"stands out by {described(suspect)} since iteration {suspect['since']}" if suspect else "not flagged"
-    table = [["iteration", "samples", "score", "lowest", "highest", "kl", "advantage", "tokens"]]
-    visits: dict[int, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        visits.setdefault(row["iteration"], []).append(row)
-    for iteration, own in visits.items():
-        scores = [row["score"] for row in own]
-        means = [_digits(_mean([row[name] for row in own])) for name in ("kl_ref", "advantage", "tokens")]
-        spread = [_digits(value) for value in (_mean(scores), min(scores), max(scores))]
-        table.append([str(iteration), str(len(own)), *spread, *means])
     lines = [
         f"{key} ({rows[-1]['origin']}): {verdict}",
         rows[-1]["prompt"],
         "",
-        *aligned(table),
+        *aligned(_visits(rows)),
         "",
         "newest responses",
     ]
     for row in rows[-SHOWN:]:
-        said = f"  iteration {row['iteration']}, score {row['score']:g}, {row['finish']}: "
+        words = ", ".join(word for word in (row["finish"], row["safety"]) if word)
+        said = f"  iteration {row['iteration']}, score {row['score']:g}, {words}: "
         lines.append(said + shortened(row["response"], 200))
     return "\n".join(lines)
+
+
+def _visits(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """A line per iteration below a head; the column ``safety`` where the filter has touched a row."""
+    marked = any(row["safety"] for row in rows)
+    head = ["iteration", "samples", "score", "lowest", "highest", "kl_ref", "advantage", "tokens"]
+    table = [head + (["safety"] if marked else [])]
+    visits: dict[int, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        visits.setdefault(row["iteration"], []).append(row)
+    for iteration, drawn in visits.items():
+        own = [row for row in drawn if not row["safety"]]
+        scores = [row["score"] for row in own]
+        means = [_digits(_mean([row[name] for row in own])) for name in ("kl_ref", "advantage", "tokens")]
+        spread = [_digits(value) for value in (_mean(scores), min(scores, default=None), max(scores, default=None))]
+        others = Counter(row["safety"] for row in drawn if row["safety"])
+        words = [", ".join(f"{count} {word}" for word, count in others.items())] if marked else []
+        table.append([str(iteration), str(len(own)), *spread, *means, *words])
+    return table
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -14,6 +14,7 @@ from lightning_rlhf.prompts import screening
 from lightning_rlhf.prompts.screening import HeldOut, Ranked
 from lightning_rlhf.prompts.vectors import Embedding, Measured, RunPolicy, embedded, make_embedding
 from lightning_rlhf.reporting.prompt_map import plane_of, refuse_few, write_map
+from lightning_rlhf.reporting.prompt_records import DamagedPieces
 from lightning_rlhf.reporting.prompt_review import aligned, refuse_used_files, shortened
 from lightning_rlhf.reporting.prompt_table import RecordedPrompt, recorded_prompts
 
@@ -38,13 +39,14 @@ class Wishes:
     embedding: str | None = None
 
 
-def study(run: Path, wishes: Wishes, suspects: Mapping[str, str]) -> None:
+def study(run: Path, wishes: Wishes, suspects: Mapping[str, str], damaged: DamagedPieces | None = None) -> None:
     """Make the map, the ranking or both; what can be refused is refused before the policy is loaded.
 
     Args:
         run: the run's folder.
         wishes: what to make.
         suspects: keys of flagged prompts, each with its reasons.
+        damaged: is told of records that cannot be read, which are left out; ``None``: they are refused.
 
     Raises:
         InputError: no records, too few prompts, no checkpoint, a file with rows that cannot be used, or an embedding
@@ -54,7 +56,7 @@ def study(run: Path, wishes: Wishes, suspects: Mapping[str, str]) -> None:
         screening.require_sklearn()
         if wishes.export is not None:
             refuse_used_files(Path(wishes.export).expanduser(), screening.FILES.values())
-    prompts = recorded_prompts(run)
+    prompts = recorded_prompts(run, damaged)
     if wishes.map is not None:
         refuse_few(len(prompts))
     if wishes.screen is not None:

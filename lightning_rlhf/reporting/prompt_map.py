@@ -123,7 +123,7 @@ def write_map(
 
 def _cells(prompt: RecordedPrompt, point: Sequence[float], reasons: str) -> dict[str, Any]:
     """A row of the table; what was not measured is an empty cell."""
-    numbers = {"kl": prompt.kl, "kl_excess": prompt.kl_excess, "score": prompt.score}
+    numbers = {"kl_ref": prompt.kl, "kl_excess": prompt.kl_excess, "score": prompt.score}
     return {
         "key": prompt.key,
         "x": f"{point[0]:.6g}",

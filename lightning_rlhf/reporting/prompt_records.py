@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ COLUMNS = {
     "prompt": "string",
     "response": "string",
     "finish": "string",
+    "safety": "string",
     "tokens": "int32",
     "score": "float32",
     "terms": "map<string, float>",
@@ -42,6 +43,8 @@ COLUMNS = {
     "seed": "int64",
 }
 """Columns of a record and their Arrow types."""
+LATER = ("safety",)
+"""Columns that pieces of earlier releases lack; they are null there."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,43 @@ class Piece:
     first: int
     last: int
     rank: int
+
+
+class DamagedPieces:
+    """Pieces that cannot be read: each is told once, and its samples are left out.
+
+    Args:
+        tell: gets the line about a piece.
+    """
+
+    def __init__(self, tell: Callable[[str], object]) -> None:
+        self._tell = tell
+        self._errors: dict[Path, InputError] = {}
+        self._read_any = False
+
+    def __repr__(self) -> str:
+        return f"DamagedPieces({sorted(map(str, self._errors))})"
+
+    def read(self, piece: Piece, columns: Sequence[str] | None) -> pyarrow.Table | None:
+        """The columns of a piece, see :data:`COLUMNS`; ``None`` if it cannot be read."""
+        try:
+            table = _read(piece, columns)
+        except InputError as error:
+            if piece.path not in self._errors:
+                self._errors[piece.path] = error
+                self._tell(f"{error}: its samples are left out")
+            return None
+        self._read_any = True
+        return table
+
+    def refuse_if_all(self) -> None:
+        """To be called after reading.
+
+        Raises:
+            InputError: there were pieces, and none of them could be read; it is about the first one.
+        """
+        if self._errors and not self._read_any:
+            raise next(iter(self._errors.values()))
 
 
 def piece_path(folder: Path, start: int, first: int, last: int, rank: int) -> Path:
@@ -124,18 +164,36 @@ def _write(path: Path, table: pyarrow.Table) -> None:
         partial.unlink(missing_ok=True)
 
 
-def compact(folder: Path, start: int, rank: int, last: int) -> None:
-    """Join this rank's pieces of single iterations of this start, up to ``last``, into one, then remove them."""
+def compact(folder: Path, start: int, rank: int, last: int, damaged: DamagedPieces | None = None) -> None:
+    """Join this rank's pieces of single iterations of this start, up to ``last``, into one, then remove them.
+
+    One that ``damaged`` is told of stays as it is, and those before and after it become two: it would count as part of
+    a joined one.
+
+    Raises:
+        InputError: a piece cannot be read, and ``damaged`` is ``None``.
+    """
     own = [piece for piece in pieces(folder) if (piece.start, piece.rank) == (start, rank) and piece.last <= last]
     single = [piece for piece in own if piece.first == piece.last]
     if len(single) < 2:
         return
     import pyarrow
 
-    joined = pyarrow.concat_tables([_read(piece, None) for piece in single])
-    _write(piece_path(folder, start, single[0].first, single[-1].last, rank), joined)
+    read: list[dict[Piece, pyarrow.Table]] = [{}]
     for piece in single:
-        piece.path.unlink(missing_ok=True)
+        table = _read(piece, None) if damaged is None else damaged.read(piece, None)
+        if table is None:
+            read.append({})
+        else:
+            read[-1][piece] = table
+    for tables in read:
+        if len(tables) < 2:
+            continue
+        joined = list(tables)
+        path = piece_path(folder, start, joined[0].first, joined[-1].last, rank)
+        _write(path, pyarrow.concat_tables(tables.values()))
+        for piece in joined:
+            piece.path.unlink(missing_ok=True)
 
 
 def read_records(
@@ -145,6 +203,7 @@ def read_records(
     keys: Sequence[str] | None = None,
     since: int = 0,
     rank: int | None = None,
+    damaged: DamagedPieces | None = None,
 ) -> Iterator[dict[str, Any]]:
     """The records of a run, each iteration as it was done last; in the order of iterations within each rank.
 
@@ -154,9 +213,10 @@ def read_records(
         keys: of these prompts only; ``None`` for all.
         since: the first iteration.
         rank: of this rank only; ``None`` for all.
+        damaged: is told of pieces that cannot be read, which are left out; ``None``: they are refused.
 
     Raises:
-        InputError: a piece cannot be read; names the file.
+        InputError: a piece cannot be read, and ``damaged`` is ``None``; names the file.
     """
     import pyarrow
     import pyarrow.compute as compute
@@ -165,7 +225,9 @@ def read_records(
         if piece.last < since or rank not in (None, piece.rank):
             continue
         wanted = None if columns is None else [*dict.fromkeys([*columns, "iteration", "key"])]
-        table = _read(piece, wanted)
+        table = _read(piece, wanted) if damaged is None else damaged.read(piece, wanted)
+        if table is None:
+            continue
         chosen = compute.and_(
             compute.greater_equal(table["iteration"], since), compute.less_equal(table["iteration"], piece.last)
         )
@@ -176,10 +238,17 @@ def read_records(
 
 
 def _read(piece: Piece, columns: Sequence[str] | None) -> pyarrow.Table:
+    """The columns, checked down to the bytes of the texts: what is found later would not name the file."""
     import pyarrow
     import pyarrow.parquet
 
+    names = list(COLUMNS if columns is None else columns)
     try:
-        return pyarrow.parquet.ParquetFile(piece.path).read(columns)
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        raise InputError(f"{piece.path} cannot be read as Parquet ({error}); remove it to do without it") from error
+        table = pyarrow.parquet.ParquetFile(piece.path).read(names)
+        for name in {*names} & {*LATER} - {*table.column_names}:
+            table = table.append_column(name, pyarrow.nulls(len(table), pyarrow.string()))
+        table = table.select(names).cast(pyarrow.schema([schema().field(name) for name in names]))
+        table.validate(full=True)
+    except (pyarrow.ArrowException, OSError, KeyError) as error:
+        raise InputError(f"{piece.path} cannot be read as Parquet ({error})") from error
+    return table

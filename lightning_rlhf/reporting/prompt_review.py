@@ -22,7 +22,7 @@ NEWEST = 20
 
 CONTENT: dict[str, Any] = {"iteration": int, "judged": int, "z": (int, float), "others": dict, "suspects": list}
 SUSPECT: dict[str, Any] = {"key": str, "reasons": list, "since": int, "visits": int, "z": dict}
-NUMBERS = ("score", "reward", "spread", "kl")
+NUMBERS = ("score", "reward", "spread", "kl_excess")
 """What the pages read of a monitor's file and of each suspect in it, and of which type."""
 
 STYLE = """
@@ -105,12 +105,13 @@ def page(run: str, found: Mapping[str, Any], records: Records) -> str:
         f"<p>{html.escape(run)}, iteration {found['iteration']}: {len(found['suspects'])} of {found['judged']} "
         f"prompts, |z| &gt; {found['z']:g}. Median of all prompts: {html.escape(others)}.</p>",
         f"<p>Is the text garbled? Is the expected answer wrong or contradictory? Does the reward vary for equal "
-        f"answers? Keep in <code>{FILES['blacklist']}</code> what no run should train on, in "
+        f"answers? A row with a word under safety was replaced or left out by the safety filter and does not count. "
+        f"Keep in <code>{FILES['blacklist']}</code> what no run should train on, in "
         f"<code>{FILES['conservative']}</code> what is hard but sound.</p>",
     ]
     for suspect in found["suspects"]:
         own = records.get(suspect["key"], ())
-        numbers = ", ".join(f"{name} {_digits(suspect[name])}" for name in ("score", "reward", "spread", "kl"))
+        numbers = ", ".join(f"{name} {_digits(suspect[name])}" for name in NUMBERS)
         parts.append(
             f"<h2>{suspect['key']}</h2><p>Stands out by {html.escape(described(suspect))}, since iteration "
             f"{suspect['since']}; {suspect['visits']} visits; {numbers}.</p>"
@@ -124,11 +125,23 @@ def page(run: str, found: Mapping[str, Any], records: Records) -> str:
 def _samples(rows: Sequence[Mapping[str, Any]]) -> str:
     cells = [
         f"<tr><td>{row['iteration']}</td><td>{_digits(row['score'])}</td><td>{_digits(row['kl_ref'])}</td>"
-        f"<td>{row['finish']}</td><td><pre>{html.escape(row['response'])}</pre></td></tr>"
+        f"<td>{row['finish']}</td><td>{row.get('safety') or ''}</td>"
+        f"<td><pre>{html.escape(row['response'])}</pre></td></tr>"
         for row in rows
     ]
-    head = "<tr><th>iteration</th><th>score</th><th>kl</th><th>finish</th><th>response</th></tr>"
+    names = ("iteration", "score", "kl_ref", "finish", "safety", "response")
+    head = f"<tr>{''.join(f'<th>{name}</th>' for name in names)}</tr>"
     return f"<table>{head}{''.join(cells)}</table>"
+
+
+def in_present_names(found: Any) -> Any:
+    """The content of a monitor's file; an earlier release wrote ``kl_excess`` as ``kl``."""
+    if isinstance(found, dict):
+        suspects = found.get("suspects")
+        for numbers in (found.get("others"), *(suspects if isinstance(suspects, list) else ())):
+            if isinstance(numbers, dict) and "kl_excess" not in numbers and "kl" in numbers:
+                numbers["kl_excess"] = numbers.pop("kl")
+    return found
 
 
 def fault_of(found: Any) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_rlhf.errors import InputError
-from lightning_rlhf.reporting.prompt_records import FOLDER, pieces, read_records
+from lightning_rlhf.reporting.prompt_records import FOLDER, DamagedPieces, pieces, read_records
 
 
 @dataclass(frozen=True)
@@ -51,21 +51,31 @@ def refuse_without_records(run: Path) -> None:
         raise InputError(f"{run / FOLDER} has no records of samples: the run needs callbacks=[default,prompt_records]")
 
 
-def recorded_prompts(run: Path) -> list[RecordedPrompt]:
+def recorded_prompts(run: Path, damaged: DamagedPieces | None = None) -> list[RecordedPrompt]:
     """The prompts of a run, in the order in which they were drawn first.
 
+    Responses that a safety filter replaced or left out (column ``safety``) do not count, nor a prompt without others.
+
+    Args:
+        run: the run's folder.
+        damaged: is told of pieces that cannot be read, which are left out; ``None``: they are refused.
+
     Raises:
-        InputError: the run has no records, or a piece cannot be read.
+        InputError: the run has no records, no piece can be read, or one cannot and ``damaged`` is ``None``.
     """
     refuse_without_records(run)
     texts: dict[str, str] = {}
     visits: dict[int, dict[str, _Visit]] = defaultdict(lambda: defaultdict(_Visit))
-    for row in read_records(run, columns=["prompt", "score", "kl_ref"]):
+    for row in read_records(run, columns=["prompt", "score", "kl_ref", "safety"], damaged=damaged):
+        if row["safety"]:
+            continue
         texts[row["key"]] = row["prompt"]
         visit = visits[row["iteration"]][row["key"]]
         visit.scores.append(row["score"])
         if row["kl_ref"] is not None:
             visit.kls.append(row["kl_ref"])
+    if damaged is not None:
+        damaged.refuse_if_all()
     found: dict[str, list[_Visit]] = defaultdict(list)
     excess: dict[str, list[float]] = defaultdict(list)
     for iteration in sorted(visits):

@@ -266,6 +266,27 @@ def apply_safety(experience: Experience, safety: SafetyFilter) -> None:
     experience.loss_mask = experience.require("loss_mask") & ~unsafe.unsqueeze(-1)
 
 
+def marks(experience: Experience, safety: SafetyFilter | None) -> list[str]:
+    """For each row what stands in place of the policy's own sample, or why it is left out; empty for an own sample.
+
+    Such rows do not tell how the policy treats a prompt: a reply that it would never write has a KL of hundreds of nats
+    per token. A redrawn and a penalised response are its own.
+
+    Args:
+        experience: of this rank.
+        safety: the filter it went through, if there is one.
+
+    Returns:
+        ``[B]`` words of :class:`Safety`: ``replaced`` (by the reply), ``cached`` (by an earlier answer), ``unsafe`` (so
+        were all draws, and ``discard_resample`` has left the row out), or an empty text.
+    """
+    if safety is None:
+        return [""] * len(experience)
+    counted = {Safety.SAFE, Safety.REDRAWN} | ({Safety.UNSAFE} if safety.settings.action == "penalise" else set())
+    codes = [Safety(code) for code in experience.require("safety").tolist()]
+    return ["" if code in counted else code.name.lower() for code in codes]
+
+
 def replaced(codes: Tensor) -> Tensor:
     """``[B]`` bool: the response is the reply or an earlier answer, which this draw of the policy did not write."""
     return (codes == Safety.REPLACED) | (codes == Safety.CACHED)

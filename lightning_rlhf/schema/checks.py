@@ -221,7 +221,7 @@ def numbers(config: Mapping[str, Any]) -> Iterator[Problem]:
             yield error.problem
     window = get(config, "callbacks.prompt_monitor.window")
     if isinstance(window, int) and WHOLE > window > MOST_VISITS:
-        yield Problem("callbacks.prompt_monitor.window", window, f"a whole number >= 2 and <= {MOST_VISITS}")
+        yield Problem("callbacks.prompt_monitor.window", window, f"a whole number >= 3 and <= {MOST_VISITS}")
     if config.get("unsupported_precision", "replace") not in ("replace", "refuse"):
         yield Problem("unsupported_precision", config["unsupported_precision"], "replace or refuse")
     branch = config.get("branch")

@@ -88,6 +88,7 @@ def simulated_module(seen: list[str], experience: Any) -> Any:
         return experience, experience.old_logprobs + 0.01 * control.iteration
 
     return SimpleNamespace(
+        safety=None,
         control=control,
         held_out_text=torch.arange(40).reshape(20, 2),
         read_text=lambda source, *, text_field, key: torch.full((20, 2), len(source) + len(text_field)),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from lightning_rlhf.callbacks.prompt_monitor import merged
 from lightning_rlhf.checkpoint import IterationCheckpoint, RNGState
 from lightning_rlhf.data import PromptDataModule
 from lightning_rlhf.data.tasks import ArithmeticTask
-from lightning_rlhf.experience import prompt_key
+from lightning_rlhf.experience import Safety, prompt_key
 from lightning_rlhf.metrics.prompt_statistics import Visit
 from lightning_rlhf.rewards import RewardBatch
 from tests.support import DecisionLog, Recorder, even_digits, fit, tiny_module, tiny_policy
@@ -126,3 +128,84 @@ def test_samples_of_a_prompt_on_two_ranks_are_one_visit() -> None:
     [found] = merged([Visit("a", 2, 1.0, 2.0, 0.1), Visit("a", 1, 5.0, 0.0, 0.4)])
     assert found == Visit("a", 3, pytest.approx(7 / 3), pytest.approx(38 / 3), pytest.approx(0.2))
     assert merged([Visit("a", 1, 0.0, 0.0, 0.0), Visit("b", 1, 1.0, 0.0, 0.0)])[1].key == "b"
+
+
+ODD: dict[str, Any] = {"patterns": ["[13579]"]}
+COUNTED = {
+    "replace": {Safety.SAFE},
+    "discard_resample": {Safety.SAFE, Safety.REDRAWN},
+    "penalise": {Safety.SAFE, Safety.UNSAFE},
+}
+
+
+@pytest.mark.parametrize(
+    "block",
+    [{"action": "replace", "reply": "0"}, {"action": "discard_resample", "attempts": 1}, {"action": "penalise"}],
+)
+def test_only_the_policys_own_samples_are_visits(tmp_path: Path, block: dict[str, Any]) -> None:
+    """A reply that the policy never sampled has an enormous KL, which says nothing about the prompt."""
+    trained, watched, recorder = module(samples=2, iterations=2, safety=ODD | block), PromptMonitor(), Recorder()
+    fit(trained, [watched, recorder], data=data(trained, iterations=2), folder=tmp_path)
+    own: dict[str, list[float]] = {}
+    others = 0
+    for experience, _ in recorder.of("on_experience_ready"):
+        rows = zip(experience.prompt_key, experience.scores.tolist(), experience.safety.tolist(), strict=True)
+        for key, score, code in rows:
+            if Safety(code) in COUNTED[block["action"]]:
+                own.setdefault(key, []).append(score)
+            else:
+                others += 1
+    standing = watched.statistics.standing(min_visits=1)
+    assert list(watched.statistics.index) == list(own) and (others > 0) == (block["action"] != "penalise")
+    assert standing.samples.tolist() == [len(scores) for scores in own.values()]
+    assert standing.scores.tolist() == pytest.approx([sum(s) / len(s) for s in own.values()], rel=1e-5, abs=1e-6)
+    assert len(own) < COUNT or block["action"] == "penalise", "a prompt without an own sample was not visited"
+
+
+def test_responses_that_are_dropped_as_early_are_the_policys_own(tmp_path: Path) -> None:
+    trained = module(samples=1, iterations=1, termination={"early": "drop", "min_tokens": 2})
+    watched, recorder = PromptMonitor(), Recorder()
+    fit(trained, [watched, recorder], data=data(trained, iterations=1), folder=tmp_path)
+    [(experience, _)] = recorder.of("on_experience_ready")
+    assert not experience.loss_mask.any(-1).all() and len(watched.statistics) == len(set(experience.prompt_key))
+
+
+def test_a_batch_without_a_sample_that_counts_is_no_visit(tmp_path: Path) -> None:
+    trained = module(samples=1, iterations=1, safety={"patterns": [r"(?s)^.*$"], "attempts": 1})
+    trainer = fit(trained, [PromptMonitor()], data=data(trained, iterations=1), folder=tmp_path)
+    assert trainer.callback_metrics["prompts/seen"] == trainer.callback_metrics["prompts/judged"] == 0
+
+
+def test_a_suspect_that_comes_and_goes_is_named_once(tmp_path: Path) -> None:
+    class Watched(PromptMonitor):
+        def on_experience_ready(self, *arguments: Any) -> None:
+            super().on_experience_ready(*arguments)
+            flagged.append({*self.since})
+
+    flagged: list[set[str]] = []
+    trained, log = module(samples=1), DecisionLog()
+    watched = Watched(z=0.5, min_visits=2)
+    fit(trained, [watched], data=data(trained), folder=tmp_path, logger=log)
+    entered = [key for before, after in pairwise([set(), *flagged]) for key in after - before]
+    assert len(entered) > len(set(entered)), "some left the list and came back"
+    reasons = [reason for _, reason in log.of("suspect_prompts")]
+    named = [key for reason in reasons for key in re.findall(r"[0-9a-f]{16}", reason)]
+    more = sum(int(count) for reason in reasons for count in re.findall(r"and (\d+) more", reason))
+    assert len(named) == len(set(named)) and len(named) + more == len(set(entered))
+    state = watched.state_dict()
+    assert set(state["named"]) == set(entered) >= set(state["since"])
+    resumed = PromptMonitor()
+    resumed.load_state_dict(state)
+    assert resumed.state_dict()["named"] == state["named"]
+    del state["named"]  # an earlier release
+    resumed.load_state_dict(state)
+    assert resumed.state_dict()["named"] == sorted(state["since"])
+
+
+def test_a_suspects_visits_are_those_that_count(tmp_path: Path) -> None:
+    trained = module(samples=1)
+    fit(trained, [PromptMonitor(window=3)], data=data(trained), folder=tmp_path)
+    found = json.loads((tmp_path / "prompts" / "suspects.json").read_text(encoding="utf-8"))
+    assert {suspect["visits"] for suspect in found["suspects"]} == {3}, "of four"
+    assert {suspect["samples"] for suspect in found["suspects"]} == {3}
+    assert "kl" not in found["suspects"][0] and {"kl_excess"} < {*found["suspects"][0]} & {*found["others"], "key"}

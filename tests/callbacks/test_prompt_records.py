@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from lightning_rlhf.callbacks import PromptRecords, SamplesTable
 from lightning_rlhf.callbacks.prompt_records import worst
 from lightning_rlhf.checkpoint import IterationCheckpoint, RNGState
 from lightning_rlhf.errors import InputError
+from lightning_rlhf.experience import Safety
 from lightning_rlhf.functional.kl import kl_estimate
 from lightning_rlhf.reporting.prompt_records import (
     COLUMNS,
+    DamagedPieces,
     compact,
     next_start,
     piece_path,
@@ -87,8 +90,9 @@ def test_iterations_done_again_after_a_resume_count_once(tmp_path: Path) -> None
     assert after == before, "the same numbers, as the resume is bit for bit, and none of them twice"
 
 
-def row(iteration: int, score: float = 0.0, key: str = "a") -> dict[str, list[Any]]:
+def row(iteration: int, score: float = 0.0, key: str = "a", safety: str | None = None) -> dict[str, list[Any]]:
     values = {"iteration": iteration, "key": key, "score": score, "prompt": "1+1=", "response": "2", "terms": []}
+    values["safety"] = safety
     return {name: [values.get(name)] for name in COLUMNS}
 
 
@@ -137,12 +141,119 @@ def test_a_piece_that_is_being_written_is_none(tmp_path: Path) -> None:
     assert read(tmp_path) == [(1, 0.0)]
 
 
-def test_a_damaged_piece_is_named(tmp_path: Path) -> None:
-    write(tmp_path, 1, 1)
-    path = piece_path(tmp_path, 1, 1, 1, 0)
-    path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(InputError, match=r"iterations_000001-000001\.rank_0\.parquet cannot be read as Parquet"):
+def damage(path: Path, how: str = "cut") -> None:
+    """Cut a piece in the middle, write a table with other columns, or texts that are none."""
+    import pyarrow
+    import pyarrow.parquet
+
+    if how == "cut":
+        path.write_bytes(path.read_bytes()[:100])
+        return
+    table = pyarrow.parquet.ParquetFile(path).read()
+    if how == "without a column":
+        table = table.drop_columns("score")
+    else:
+        place = table.column_names.index("response")
+        broken = pyarrow.array([b"\xff"] * len(table), pyarrow.binary()).view("string")
+        table = table.set_column(place, "response", broken)
+    pyarrow.parquet.write_table(table, path)
+
+
+@pytest.mark.parametrize("how", ["cut", "without a column", "no text"])
+def test_a_damaged_piece_is_named_once_and_left_out(tmp_path: Path, how: str) -> None:
+    for iteration in (1, 2):
+        write(tmp_path, 1, iteration)
+    damage(piece_path(tmp_path, 1, 1, 1, 0), how)
+    named = r"iterations_000001-000001\.rank_0\.parquet cannot be read as Parquet"
+    with pytest.raises(InputError, match=named):
         read(tmp_path)
+    told: list[str] = []
+    damaged = DamagedPieces(told.append)
+    for _ in range(2):
+        assert read(tmp_path, damaged=damaged) == [(2, 0.0)]
+        damaged.refuse_if_all()
+    assert len(told) == 1 and re.search(named, told[0]) and told[0].endswith("its samples are left out")
+    damage(piece_path(tmp_path, 1, 2, 2, 0), how)
+    nothing = DamagedPieces(told.append)
+    assert read(tmp_path, damaged=nothing) == []
+    with pytest.raises(InputError, match=named):
+        nothing.refuse_if_all()
+
+
+def test_pieces_are_joined_around_a_damaged_one(tmp_path: Path) -> None:
+    """It stays, and is told of again by the next reader: joined over, it would count as read."""
+    for iteration in range(1, 6):
+        write(tmp_path, 1, iteration)
+    damage(piece_path(tmp_path, 1, 3, 3, 0))
+    with pytest.raises(InputError):
+        compact(tmp_path, 1, 0, 5)
+    told: list[str] = []
+    compact(tmp_path, 1, 0, 5, DamagedPieces(told.append))
+    assert len(told) == 1 and [(piece.first, piece.last) for piece in pieces(tmp_path)] == [(1, 2), (3, 3), (4, 5)]
+    assert [iteration for iteration, _ in read(tmp_path, damaged=DamagedPieces(told.append))] == [1, 2, 4, 5]
+    assert len(told) == 2
+
+
+def test_training_goes_on_beside_a_damaged_piece_of_an_earlier_start(tmp_path: Path) -> None:
+    """Resumed after iteration 2 of 3: the table of iteration 3 is of iterations 1 to 3, the first two are damaged."""
+    checkpoint, log = IterationCheckpoint(str(tmp_path), every_n_iterations=2, keep=None), Tables()
+    fit(tiny_module(iterations=3), [checkpoint, PromptRecords(2)], folder=tmp_path, enable_checkpointing=True)
+    path = piece_path(tmp_path, 1, 1, 2, 0)
+    damage(path)
+    again, resume = tiny_module(iterations=3), tmp_path / "iteration_000002.ckpt"
+    with pytest.warns(UserWarning, match=re.escape(f"{path} cannot be read as Parquet")):
+        fit(again, [RNGState(), PromptRecords(3)], folder=tmp_path, resume=resume, logger=log)
+    assert again.control.iteration == 3 and path.stat().st_size == 100, "nothing is deleted"
+    [(_, _, table)] = log.tables
+    assert {row["iteration"] for row in table} == {3}
+
+
+def test_a_piece_of_an_earlier_release_is_read(tmp_path: Path) -> None:
+    """It has no column ``safety``, so what the filter did is not known; a resumed run has both kinds."""
+    import pyarrow.parquet
+
+    for iteration in (1, 2):
+        write(tmp_path, 1, iteration, safety="")
+    path = piece_path(tmp_path, 1, 1, 1, 0)
+    pyarrow.parquet.write_table(pyarrow.parquet.ParquetFile(path).read().drop_columns("safety"), path)
+    for columns in (None, ["safety"]):
+        assert [found["safety"] for found in read_records(tmp_path, columns=columns)] == [None, ""]
+    compact(tmp_path, 1, 0, 2)
+    assert [found["safety"] for found in read_records(tmp_path)] == [None, ""]
+
+
+WORDS = {Safety.UNSAFE: "unsafe", Safety.REPLACED: "replaced", Safety.CACHED: "cached"}
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"action": "replace", "reply": "0"},
+        {"action": "replace", "reply": "0", "cache": 16, "cache_similarity": 0.01},
+        {"action": "replace", "reply": "0", "train_replaced": True},
+        {"action": "discard_resample", "attempts": 1},
+        {"action": "penalise"},
+        None,
+    ],
+)
+def test_what_the_safety_filter_replaced_or_left_out_is_marked(tmp_path: Path, block: dict[str, Any] | None) -> None:
+    recorder = Recorder()
+    safety = None if block is None else {"patterns": ["[13579]"]} | block
+    module = tiny_module(iterations=3, safety=safety, termination={"min_tokens": 0})
+    fit(module, [PromptRecords(), recorder], folder=tmp_path)
+    expected: list[str] = []
+    for experience, _ in recorder.of("on_experience_ready"):
+        codes = [] if experience.safety is None else experience.safety.tolist()
+        expected += [WORDS.get(Safety(code), "") for code in codes] or [""] * len(experience)
+    if block is not None and block["action"] == "penalise":
+        assert "unsafe" in expected
+        expected = [""] * len(expected)
+    elif block is not None:
+        assert len(set(expected)) == (3 if "cache" in block else 2)
+    found = list(read_records(tmp_path))
+    assert [row["safety"] for row in found] == expected
+    if block is not None and block["action"] == "discard_resample":
+        assert {row["advantage"] for row in found if row["safety"]} == {None}, "not in the loss"
 
 
 def test_prompts_are_chosen_by_key(tmp_path: Path) -> None:

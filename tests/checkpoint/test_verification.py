@@ -145,6 +145,15 @@ def test_finite_in_every_type(dtype: torch.dtype) -> None:
     assert not all_finite([tensor, broken.to(dtype)])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_large_elements_are_finite_and_an_infinity_beside_them_is_not(dtype: torch.dtype) -> None:
+    """Their squares, and so the norm, are infinite."""
+    large = torch.full((100,), torch.finfo(dtype).max, dtype=dtype)
+    assert not torch.linalg.vector_norm(large).isfinite() and all_finite([large])
+    large[7] = -torch.inf
+    assert not all_finite([torch.ones(3), large])
+
+
 def test_a_mask_may_be_infinite(tmp_path: Path) -> None:
     module = Tiny()
     module.register_buffer("mask", torch.full((2,), -torch.inf))

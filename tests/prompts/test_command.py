@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 
 from lightning_rlhf import cli
@@ -20,7 +21,7 @@ TEXTS = {NOISY: "1+1=", FAR: "<b>2+2=</b>", GOOD: "3+3="}
 
 
 def suspect(key: str, reasons: list[str], **z: float) -> dict[str, Any]:
-    numbers = {"score": 0.25, "reward": -0.5, "spread": 9.75, "kl": 0.125}
+    numbers = {"score": 0.25, "reward": -0.5, "spread": 9.75, "kl_excess": 0.125}
     return {"key": key, "reasons": reasons, "since": 7, "visits": 5, "samples": 10, **numbers, "z": z}
 
 
@@ -45,7 +46,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         write_piece(piece_path(folder, 1, iteration, iteration, 0), columns)
     found = {
         **{"iteration": 9, "seen": 3, "judged": 3, "z": 3.0},
-        "others": {"score": 1.0, "reward": 0.0, "spread": 0.5, "kl": None},
+        "others": {"score": 1.0, "reward": 0.0, "spread": 0.5, "kl_excess": None},
         "suspects": [suspect(NOISY, ["reward", "spread"], reward=-4.0, spread=31.25), suspect(FAR, ["kl"], kl=5.0)],
     }
     (folder / FOLDER / SUSPECTS).write_text(json.dumps(found), encoding="utf-8")
@@ -58,6 +59,7 @@ def test_suspects_are_listed_with_reasons_and_numbers(run: Path, capsys: pytest.
         assert cli.main(["prompts", where]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert lines[0] == f"{run}, iteration 9: 2 of 3 prompts stand out from the others (|z| > 3)"
+        assert lines[2].split()[-5:] == ["spread", "kl_excess", "visits", "since", "prompt"]
         assert lines[3].split() == [
             NOISY,
             "reward",
@@ -89,6 +91,7 @@ def test_why_shows_one_prompts_history(run: Path, capsys: pytest.CaptureFixture)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{NOISY} (rows.jsonl:1): stands out by reward -4.0, spread +31.2 since iteration 7"
     assert lines[1] == "1+1="
+    assert lines[3].split()[-3:] == ["kl_ref", "advantage", "tokens"], "no column safety where nothing is marked"
     assert [line.split()[:5] for line in lines[4:6]] == [["8", "2", "8.5", "8", "9"], ["9", "2", "9.5", "9", "10"]]
     assert lines[-1] == "  iteration 9, score 10, natural: answer 1 <script>alert(1)</script>"
     assert cli.main(["prompts", str(run), f"--why={GOOD}"]) == 0
@@ -184,8 +187,8 @@ WHOLE = {"iteration": 3, "judged": 9, "z": 3.0, "others": {}, "suspects": [SUSPE
         (WHOLE | {"others": {"kl": "low"}}, "'others' holds something else than numbers"),
         (WHOLE | {"suspects": [3]}, "suspect 0: 3 in place of an object"),
         (
-            WHOLE | {"suspects": [SUSPECT, SUSPECT | {"kl": []}]},
-            "suspect 1: one of score, reward, spread, kl is no number",
+            WHOLE | {"suspects": [SUSPECT, SUSPECT | {"kl_excess": []}]},
+            "suspect 1: one of score, reward, spread, kl_excess is no number",
         ),
         (WHOLE | {"suspects": [SUSPECT | {"z": {}}]}, "suspect 0: 'z' lacks a number of 'reasons'"),
     ],
@@ -278,3 +281,54 @@ def test_code_that_exits_is_no_success(run: Path, capsys: pytest.CaptureFixture)
 def test_a_file_is_no_run(run: Path, capsys: pytest.CaptureFixture) -> None:
     assert cli.main(["prompts", str(run / "starts.jsonl")]) == 2
     assert "is a file; allowed: the output folder of a run" in capsys.readouterr().err
+
+
+def rewritten(run: Path, iteration: int, **columns: list[Any]) -> Path:
+    """The piece of an iteration, with other columns."""
+    path = piece_path(run, 1, iteration, iteration, 0)
+    table = pyarrow.parquet.ParquetFile(path).read().to_pydict()
+    write_piece(path, table | columns)
+    return path
+
+
+def test_responses_that_the_safety_filter_replaced_are_marked(run: Path, capsys: pytest.CaptureFixture) -> None:
+    """Two samples of each of three prompts; of the first prompt the second sample of 8 and both of 9 do not count."""
+    rewritten(run, 8, safety=["", "replaced", "", "", "", ""])
+    rewritten(run, 9, safety=["unsafe", "replaced", "", "", "", ""])
+    assert cli.main(["prompts", str(run), "--why", NOISY]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[3].split()[-1] == "safety"
+    assert lines[4].split() == ["8", "1", "8", "8", "8", "-", "-", "-", "1", "replaced"]
+    assert lines[5].split() == ["9", "0", *["-"] * 6, "1", "unsafe,", "1", "replaced"]
+    assert lines[-1].startswith("  iteration 9, score 10, natural, replaced: answer 1")
+    assert lines[-4].startswith("  iteration 8, score 8, natural: answer 0")
+    assert cli.main(["prompts", str(run), "--export", "review"]) == 0
+    page = Path("review/index.html").read_text(encoding="utf-8")
+    assert page.count("<td>natural</td><td>replaced</td>") == 2 and page.count("<td>natural</td><td></td>") == 5
+    rows = [json.loads(line) for line in Path("review/suspects.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [record["safety"] for record in rows[0]["records"]] == ["", "replaced", "unsafe", "replaced"]
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["--why", NOISY], ["--export", "review"], ["--map", "map", "--export", "review"]], ids=" ".join
+)
+def test_a_damaged_piece_is_told_once_and_left_out(run: Path, capsys: pytest.CaptureFixture, words: list[str]) -> None:
+    if "--map" in words:
+        words = [*words, "--embedding", f"{__name__}.vectors"]
+    paths = [piece_path(run, 1, iteration, iteration, 0) for iteration in (8, 9)]
+    paths[0].write_bytes(paths[0].read_bytes()[:50])
+    assert cli.main(["prompts", str(run), *words]) == 0
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"warning: {paths[0]} cannot be read as Parquet")
+    paths[1].write_bytes(paths[1].read_bytes()[:50])
+    again = [word.replace("review", "another") for word in words]
+    assert cli.main(["prompts", str(run), *again]) == 2
+    assert f"\n{paths[0]} cannot be read as Parquet" in capsys.readouterr().err and not Path("another").exists()
+
+
+def test_a_file_of_suspects_of_an_earlier_release(run: Path, capsys: pytest.CaptureFixture) -> None:
+    """It has ``kl`` in place of ``kl_excess``."""
+    path = run / FOLDER / SUSPECTS
+    path.write_text(path.read_text(encoding="utf-8").replace('"kl_excess"', '"kl"'), encoding="utf-8")
+    assert cli.main(["prompts", str(run)]) == 0
+    assert capsys.readouterr().out.splitlines()[3].split()[7] == "0.125"

@@ -118,7 +118,7 @@ def test_a_map_shows_every_prompt_and_the_suspects(
     monkeypatch.setattr(prompt_map.importlib.util, "find_spec", lambda name: None)  # PCA, whatever is installed
     shutil.copytree(run, "copy")
     suspect = {"key": prompt_key(TRAIN[0]), "reasons": ["kl"], "since": 1, "visits": 5, "z": {"kl": 9.0}}
-    suspect |= {"score": 0.5, "reward": 0.5, "spread": None, "kl": 1.0}
+    suspect |= {"score": 0.5, "reward": 0.5, "spread": None, "kl_excess": 1.0}
     found = {"iteration": 32, "judged": 160, "z": 3.0, "others": {}, "suspects": [suspect]}
     Path("copy", FOLDER, SUSPECTS).write_text(json.dumps(found), encoding="utf-8")
     for folder in ("one", "two"):
@@ -134,7 +134,7 @@ def test_a_map_shows_every_prompt_and_the_suspects(
     assert points.keys() == {*TRAIN} and points[TRAIN[0]]["suspect"] == "kl +9.0"
     products = [row for text, row in points.items() if "*" in text]
     kls = {
-        kind: sum(float(row["kl"]) for row in of) / len(of)
+        kind: sum(float(row["kl_ref"]) for row in of) / len(of)
         for kind, of in {"products": products, "all": [*points.values()]}.items()
     }
     assert kls["products"] > 2 * kls["all"], "the kind that drives the KL up"

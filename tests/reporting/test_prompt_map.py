@@ -94,10 +94,10 @@ def test_figure_and_table_are_written_and_the_table_finds_the_prompt_of_a_point(
     found = torch.tensor([[float(row["x"]), float(row["y"])] for row in rows], dtype=torch.float64)
     torch.testing.assert_close(found, PLANE.points, rtol=1e-5, atol=0)
     assert rows[2] | {"x": "", "y": ""} == {
-        **{"key": PROMPTS[2].key, "x": "", "y": "", "kl": "0.04", "kl_excess": "0.04", "score": "0.25"},
+        **{"key": PROMPTS[2].key, "x": "", "y": "", "kl_ref": "0.04", "kl_excess": "0.04", "score": "0.25"},
         **{"visits": "2", "samples": "4", "suspect": "kl +5.0", "prompt": "prompt 2, <x>"},
     }
-    assert rows[19]["kl"] == "" and rows[1]["suspect"] == ""
+    assert rows[19]["kl_ref"] == "" and rows[1]["suspect"] == ""
 
 
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:

@@ -12,12 +12,13 @@ from lightning_rlhf.reporting.prompt_records import COLUMNS, piece_path, write_p
 from lightning_rlhf.reporting.prompt_table import recorded_prompts
 
 
-def write(folder: Path, iteration: int, rows: list[tuple[str, float, float | None]], rank: int = 0) -> None:
-    """One piece; a row is key, score, KL."""
+def write(folder: Path, iteration: int, rows: list[tuple[Any, ...]], rank: int = 0) -> None:
+    """One piece; a row is key, score, KL, and what the safety filter did, if that is known."""
     columns: dict[str, list[Any]] = {name: [None] * len(rows) for name in COLUMNS}
-    columns |= {"iteration": [iteration] * len(rows), "key": [key for key, _, _ in rows]}
-    columns |= {"prompt": [f"{key} at {iteration}" for key, _, _ in rows], "terms": [[]] * len(rows)}
-    columns |= {"score": [score for _, score, _ in rows], "kl_ref": [kl for _, _, kl in rows]}
+    columns |= {"iteration": [iteration] * len(rows), "key": [row[0] for row in rows]}
+    columns |= {"prompt": [f"{row[0]} at {iteration}" for row in rows], "terms": [[]] * len(rows)}
+    columns |= {"score": [row[1] for row in rows], "kl_ref": [row[2] for row in rows]}
+    columns |= {"safety": [(*row, None)[3] for row in rows]}
     write_piece(piece_path(folder, 1, iteration, iteration, rank), columns)
 
 
@@ -51,3 +52,13 @@ def test_without_a_reference_there_is_no_kl(tmp_path: Path) -> None:
 def test_a_run_without_records_is_told(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"has no records of samples: the run needs callbacks=\[default,prompt_rec"):
         recorded_prompts(tmp_path)
+
+
+def test_what_the_safety_filter_replaced_or_left_out_does_not_count(tmp_path: Path) -> None:
+    """Visits of iteration 1: a 0.5, b 0, c 4 as above, and iteration 2 has a visit of b alone."""
+    write(tmp_path, 1, [("a", 1.0, 0.5, ""), ("a", 9.0, 400.0, "replaced"), ("b", 0.0, 0.0), ("c", 5.0, 4.0)])
+    write(tmp_path, 2, [("a", 9.0, 300.0, "unsafe"), ("b", 1.0, 1.0, ""), ("d", 9.0, 300.0, "cached")])
+    a, b, c = recorded_prompts(tmp_path)
+    assert (a.key, a.visits, a.samples, a.score, a.kl, a.kl_excess) == ("a", 1, 1, 1.0, 0.5, 0.0)
+    assert (b.key, b.visits, b.kl, b.kl_excess) == ("b", 2, 0.5, pytest.approx((-0.5 + 0.0) / 2))
+    assert (c.key, c.kl_excess) == ("c", 3.5)

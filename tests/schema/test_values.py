@@ -68,8 +68,10 @@ def test_threads_that_would_end_the_process(compose):
 
 def test_more_visits_than_memory_holds(compose):
     assert refused(compose, "callbacks=[default,prompt_monitor]", "callbacks.prompt_monitor.window=10001") == {
-        "callbacks.prompt_monitor.window": "a whole number >= 2 and <= 10000"
+        "callbacks.prompt_monitor.window": "a whole number >= 3 and <= 10000"
     }
+    with pytest.raises(SettingError, match=r"callbacks\.prompt_monitor\.window = 2 .* >= 3"):
+        PromptMonitor(window=2)  # without the visit farthest out one is left, which has no spread
     with pytest.raises(SettingError, match=r"callbacks\.prompt_monitor\.window = 10001 .* <= 10000"):
         PromptMonitor(window=10_001)
 
