@@ -79,7 +79,6 @@ def test_other_values_are_no_text(value: Any) -> None:
 
 BAD = [
     (None, "the value is null"),
-    (math.nan, "the value is null"),
     ("  ", "the value is an empty text"),
     (["hard"], "the value is ['hard']"),
     ({"name": "hard"}, "the value is {'name': 'hard'}"),
@@ -94,6 +93,12 @@ def test_a_row_whose_value_is_no_scalar_is_refused_with_its_place(tmp_path: Path
     text = str(error.value)
     assert f"data.train: {path}:3: data.group_column = 'level': {said}" in text
     assert "allowed in this column: a text that is not empty, a number, true or false" in text
+
+
+def test_a_row_with_nan_is_no_json_and_is_refused_with_its_place(tmp_path: Path) -> None:
+    path = written(tmp_path, [*ROWS[:2], ROWS[2] | {"level": math.nan}])
+    with pytest.raises(DataError, match=f"data.train: {path}:3: NaN is not allowed in JSON"):
+        data(path).setup("fit")
 
 
 def test_rows_without_the_column_are_listed_and_counted(tmp_path: Path) -> None:

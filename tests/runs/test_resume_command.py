@@ -361,7 +361,7 @@ def test_overrides_of_a_start_without_checkpoint_can_be_repeated(
     again = ["resume=run", "iterations=3", "callbacks=stability", "branch=false"]
     with monkeypatch.context() as patch:
 
-        def cut(*_: object) -> None:
+        def cut(*_: object, **__: object) -> None:
             raise RuntimeError("the power is cut")
 
         patch.setattr("lightning_rlhf.run.assemble", cut)
