@@ -16,7 +16,7 @@ from lightning_rlhf.closed_output import quiet_without_reader
 from lightning_rlhf.command_words import flags_first, refuse_words
 from lightning_rlhf.errors import InputError, RunEnded, SettingError
 from lightning_rlhf.help import help_text
-from lightning_rlhf.quiet import log_once, own_warnings_in_words, quiet, quiet_libraries
+from lightning_rlhf.quiet import log_once, quiet, quiet_libraries
 from lightning_rlhf.threads import wait_passively
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.path.insert(0, os.getcwd())
     # The training that supervise starts reads the variable itself.
     errors = nullcontext(os.environ.get(FULL_ERRORS) == "1") if verb == "supervise" else _full_errors()
-    with quiet(), own_warnings_in_words(), errors as wanted:
+    with quiet(), errors as wanted:
         return _run(verbs[verb], rest, wanted)
 
 

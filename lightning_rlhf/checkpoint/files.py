@@ -31,6 +31,7 @@ from lightning_rlhf.checkpoint.records import (
     write_record,
 )
 from lightning_rlhf.checkpoint.verification import CHECKED
+from lightning_rlhf.quiet import own_warnings_in_words
 
 PARTIAL, SET_ASIDE = ".partial", ".set_aside"
 """Suffixes of a checkpoint being written or removed, and of a checkpoint later than the one a run was resumed from."""
@@ -156,16 +157,17 @@ def latest_valid(folder: str | Path) -> Path | None:
     there is no good one, or no such folder.
     """
     found = Path(folder).glob("[!.]*.ckpt")
-    for path in sorted(found, key=lambda p: (iteration_of(p), p.stat().st_mtime), reverse=True):
-        if problem := problem_of(path):
-            rank_zero_warn(f"skipped: {path} failed its verification: {problem}")
-            continue
-        try:
-            verify(path)
-        except CheckpointError as error:
-            rank_zero_warn(f"skipped: {error}")
-        else:
-            return path
+    with own_warnings_in_words():
+        for path in sorted(found, key=lambda p: (iteration_of(p), p.stat().st_mtime), reverse=True):
+            if problem := problem_of(path):
+                rank_zero_warn(f"skipped: {path} failed its verification: {problem}")
+                continue
+            try:
+                verify(path)
+            except CheckpointError as error:
+                rank_zero_warn(f"skipped: {error}")
+            else:
+                return path
     return None
 
 

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 import os
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -28,6 +30,8 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_rlhf.bounds import bounded
 from lightning_rlhf.files import as_file, ensure_line_end, replaced, write_whole
+
+log = logging.getLogger(__name__)
 
 Ability = Literal[
     "log_start", "log_tags", "log_samples", "log_table", "log_decisions", "log_file", "log_checkpoints", "closing_lines"
@@ -173,8 +177,16 @@ class _Rows(ExperimentWriter):
             self._replace([row for row in rows if int(row["step"]) <= iteration])
 
     def _check_log_dir_exists(self) -> None:
-        if not self._goes_on:
-            super()._check_log_dir_exists()
+        """Move the files of an earlier run, or start without a checkpoint, aside; Lightning's writer deletes them."""
+        folder = Path(self.log_dir)
+        found = [path for path in folder.glob("*") if path.is_file()]
+        if self._goes_on or not found:
+            return
+        aside = next(path for number in count(1) if not (path := folder / f"earlier_{number}").exists())
+        aside.mkdir()
+        for path in found:
+            path.rename(aside / path.name)
+        log.warning("%s held what an earlier start had measured: it is in %s now", folder, aside)
 
     def _rewrite_with_new_header(self, fieldnames: list[str]) -> None:
         self._replace(self._written()[1])  # metrics_keys has the new names

@@ -87,8 +87,20 @@ def test_a_csv_logger_that_goes_on_keeps_its_rows_and_warns_of_no_loss(tmp_path:
         warnings.simplefilter("error")
         logger().log_start(2)
     assert [(row["step"], row["reward/mean"]) for row in rows(tmp_path)] == [("1", "0.5"), ("2", "1.0")]
-    with pytest.warns(UserWarning, match="exists and is not empty"):
-        _ = logger().experiment.metrics  # of one that does not go on it stays true
+
+
+def test_a_csv_logger_that_begins_anew_keeps_what_lay_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A run in the folder of another one without checkpoints; a start again after one that had none yet."""
+    for number in (1, 2, 3):
+        logger = RunCSVLogger(str(tmp_path), name="metrics", version="")
+        logger.log_metrics({"reward/mean": number / 2}, number)
+        logger.log_decisions([{"iteration": number, "reason": "x"}])
+        logger.save()
+    folder = tmp_path / "metrics"
+    for place, number in ((folder / "earlier_1", 1), (folder / "earlier_2", 2), (folder, 3)):
+        assert f"{number / 2}" in (place / "metrics.csv").read_text() and (place / "decisions.jsonl").is_file()
+    assert [row["step"] for row in rows(tmp_path)] == ["3"]
+    assert f"{folder} held what an earlier start had measured: it is in {folder}/earlier_1 now" in caplog.text
 
 
 def test_a_csv_file_is_never_without_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
