@@ -244,14 +244,14 @@ class OveroptimisationStop(RLHFCallback):
     def _kept(self, trainer: Trainer) -> str:
         """The checkpoint with the best gold score, in words."""
         savers = [saver for saver in _savers(trainer) if (saver.monitor, saver.mode) == (GOLD, "max")]
-        now = self.history[-1][0] if self.history else None
-        if savers and self.best is not None and self.best["iteration"] == now:
-            return "this check is the best, and its checkpoint is written now"
+        trained = " after training began" if self.best is not None and not self.best["iteration"] else ""
+        means = [mean for iteration, mean, _ in self.history if mean is not None and (iteration or not trained)]
+        if savers and means and self.history[-1][1] is not None and means[-1] > max(means[:-1], default=-math.inf):
+            return f"this check is the best{trained}, and its checkpoint is written now"
         saver = next((saver for saver in savers if saver.best_model_path), None)
         if saver is None:
             return f"no checkpoint of the best is kept, see callbacks.checkpoint.monitor={GOLD}"
         score = f"{saver.best_model_score:.4g}" if saver.best_model_score is not None else "not measured"
-        trained = " after training began" if self.best is not None and not self.best["iteration"] else ""
         return f"the checkpoint with the best gold score{trained} ({score}) is {saver.best_model_path}"
 
 

@@ -68,7 +68,7 @@ class PTXMixin(Base):
         if settings.held_out >= len(blocks):
             allowed = (
                 f"a number below {len(blocks)}, as the text has {len(blocks)} blocks of {length} tokens "
-                f"({BLOCK}.length); shorter blocks, such as {BLOCK}.length=64, give more"
+                f"({BLOCK}.length); shorter blocks, such as {BLOCK}.length={max(length // 2, 1)}, give more"
             )
             raise SettingError(f"{BLOCK}.held_out", settings.held_out, allowed)
         self.control.register(KNOB, settings.coefficient)

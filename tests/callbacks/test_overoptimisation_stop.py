@@ -376,6 +376,20 @@ def test_a_stop_at_the_best_check_names_no_earlier_checkpoint() -> None:
     assert stop._kept(trainer).endswith("(0.1) is earlier.ckpt")
 
 
+def test_a_stop_at_the_best_check_after_a_better_beginning_names_no_earlier_checkpoint() -> None:
+    """Gold 0.52 before training, then 0.33, then 0.38, where the run ends."""
+    stop = OveroptimisationStop(odd_digits, patience=2, standard_errors=0.0)
+    saver = IterationCheckpoint("nowhere", monitor="eval/gold_mean", mode="max")
+    saver.best_model_path, saver.best_model_score = "iteration_000001.ckpt", 0.33
+    trainer: Any = SimpleNamespace(callbacks=[stop, saver])
+    for iteration, gold in ((0, 0.52), (1, 0.33), (2, 0.38)):
+        reason = stop.judge(iteration, rows(gold, gold, gold))
+    assert reason is not None and "best of 0.52 after iteration 0" in reason
+    assert stop._kept(trainer) == "this check is the best after training began, and its checkpoint is written now"
+    stop.judge(3, rows(0.38, 0.38, 0.38))
+    assert stop._kept(trainer).endswith("after training began (0.33) is iteration_000001.ckpt"), "as the saver knows it"
+
+
 def before_training(**trainer: Any) -> tuple[Any, Any, OveroptimisationStop]:
     """A module with its data, seven prompts of them held out, and the callback after the evaluation of the start."""
     module = loophole(actor={"lr": 3e-4}, update={"epochs": 4, "minibatch_size": 16})
