@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_rlhf import __version__
 from lightning_rlhf.assembly import building, load_checkpoint, make
+from lightning_rlhf.checkpoint.records import digest
 from lightning_rlhf.evaluate import without_reference
 from lightning_rlhf.mixins.alp_settings import ALPSettings, alp_settings
 from lightning_rlhf.models import LoadedModel
@@ -25,7 +26,7 @@ from lightning_rlhf.runs.resume import planned
 from lightning_rlhf.schema import InputError, get
 
 RECORD = "lightning_rlhf_export.json"
-"""File of an export with the names of all its files: a folder that holds others is not replaced."""
+"""File of an export with the hashes of all others: a folder in which one was added or changed is not replaced."""
 
 
 def export_checkpoint(
@@ -71,7 +72,8 @@ def export_checkpoint(
         actor.save_pretrained(staging, loaded.tokenizer)
         if perturbation and noise is not None:
             _save_noise(actor.lm, saved["state_dict"]["perturbation.log_sigma"], noise, staging)
-        content = {"lightning_rlhf": __version__, "files": sorted([*_files(staging), RECORD])}
+        written = {name: digest(staging / name)["sha256"] for name in sorted(_files(staging))}
+        content = {"lightning_rlhf": __version__, "files": written}
         (staging / RECORD).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         _as_umask_says(staging)
         former = staging.with_name(f"{staging.name}.former")
@@ -146,16 +148,19 @@ def _refuse_what_is_not_replaced(target: Path, output: str, force: bool) -> None
         return
     kept = f"output = {output!r} is not replaced, force=true or not, as it"
     try:
-        written = set(json.loads((target / RECORD).read_text(encoding="utf-8"))["files"])
+        written = dict(json.loads((target / RECORD).read_text(encoding="utf-8"))["files"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise InputError(
             f"{kept} holds no {RECORD}, which an earlier export has: choose another folder, or remove this one yourself"
         ) from error
-    added = sorted(name for name in _files(target) if name not in written)
-    if added:
-        raise InputError(
-            f"{kept} holds {added[0]}, which no export has written: move it away, or choose another folder"
-        )
+    others = sorted(name for name in _files(target) if name != RECORD and written.get(name) != _hash(target / name))
+    if others:
+        how = "was changed since it was exported" if others[0] in written else "no export has written"
+        raise InputError(f"{kept} holds {others[0]}, which {how}: move it, or choose another folder")
+
+
+def _hash(path: Path) -> str:
+    return "" if path.is_symlink() else str(digest(path)["sha256"])
 
 
 def _files(folder: Path) -> list[str]:

@@ -77,7 +77,7 @@ Writes the trained policy as a Hugging Face folder: weights (LoRA merged), confi
 
   checkpoint=          a run's folder (its newest whole checkpoint) or a checkpoint file
   output=              the folder to write; whole or absent afterwards
-  force=true           replaces an earlier export to which nothing was added
+  force=true           replaces an earlier export in which nothing was added or changed
   perturbation=true    adds the noise scales that ALP trained
   model.source.path=   where the base model is now, if it was moved
 

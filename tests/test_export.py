@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -126,7 +127,8 @@ def test_a_project_that_moved_is_exported_from_another_folder(tmp_path, monkeypa
 
 
 MODEL = '{"model_type": "llama"}'
-EXPORT = '{"files": ["config.json", "lightning_rlhf_export.json", "a/model.safetensors"]}'
+EMPTY, OF_MODEL = (hashlib.sha256(text.encode()).hexdigest() for text in ("", MODEL))
+EXPORT = json.dumps({"files": {"config.json": OF_MODEL, "a/model.safetensors": EMPTY}})
 OURS = {"config.json": MODEL, "lightning_rlhf_export.json": EXPORT, "a/model.safetensors": ""}
 KEPT = {
     "anything": ({"thesis.tex": ""}, "holds no lightning_rlhf_export.json"),
@@ -134,6 +136,7 @@ KEPT = {
     "a broken record": (OURS | {"lightning_rlhf_export.json": "{"}, "holds no lightning_rlhf_export.json, which an"),
     "notes beside an export": (OURS | {"notes.txt": "mine"}, "holds notes.txt, which no export has written"),
     "notes in an export": (OURS | {"a/notes.txt": "mine"}, "holds a/notes.txt, which no export has written"),
+    "a changed file": (OURS | {"config.json": MODEL + " "}, "holds config.json, which was changed since it was"),
     "checkpoints": (OURS | {"checkpoints/latest": ""}, "holds checkpoints/latest"),
     "a repository": (OURS | {".git/HEAD": ""}, "holds .git/HEAD"),
 }

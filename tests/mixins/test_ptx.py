@@ -352,7 +352,8 @@ def test_without_a_block_nothing_is_added() -> None:
         ({"held_out": -1}, r"module\.ptx\.held_out = -1 is not allowed: a whole number >= 0"),
         (
             {"held_out": 51},
-            r"held_out = 51 is not allowed: a number below (\d+), as the text has \1 blocks of 16 tokens",
+            r"held_out = 51 is not allowed: a number below (\d+), as the text has \1 blocks of 16 tokens "
+            r"\(module\.ptx\.length\); shorter blocks, such as module\.ptx\.length=8, give more",
         ),
         ({"gamma": 1}, r"module\.ptx\.gamma = 1 is not allowed: .*known keys: source"),
     ],
