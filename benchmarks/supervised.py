@@ -49,7 +49,12 @@ def iterations(command: str, count: int, threads: int, folder: Path) -> list[flo
     """Seconds of each iteration but the first two, which hold set-up."""
     file = folder / "times.json"
     words = [f"iterations={count}", f"threads={threads}", "logger=csv", "data.validation=null"]
-    words += ["callbacks=none", "trainer.enable_progress_bar=false", f"hydra.run.dir={folder}/run"]
+    words += [
+        "callbacks=default",
+        "callbacks.checkpoint=null",
+        "trainer.enable_progress_bar=false",
+        f"hydra.run.dir={folder}/run",
+    ]
     words += [f"+callbacks.clock={{_target_: benchmarks.supervised.Clock, file: {file}}}"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads)}
     line = [sys.executable, "-m", "lightning_rlhf.cli", command, *words]

@@ -64,9 +64,11 @@ def first_not_finite(content: Mapping[str, Any], buffers: Collection[str] = ()) 
         buffers: names in its ``state_dict`` that are no weights: a mask may hold infinity.
     """
     skipped = {f"state_dict.{name}" for name in buffers}
-    checked = ((name, tensor) for name, tensor in tensors_of(content) if name not in skipped)
-    broken = next((name for name, tensor in checked if not all_finite([tensor])), None)
-    return None if broken is None else f"{broken} holds NaN or infinity"
+    checked = {name: tensor for name, tensor in tensors_of(content) if name not in skipped}
+    if all_finite(checked.values()):  # one transfer from the device; one for each only to find the broken one
+        return None
+    broken = next(name for name, tensor in checked.items() if not all_finite([tensor]))
+    return f"{broken} holds NaN or infinity"
 
 
 def difference(written: Mapping[str, Any], expected: Mapping[str, Any]) -> str | None:

@@ -392,6 +392,7 @@ def end_as_failed(run_dir: str | Path, reason: str, timeout: float = 30.0, *, is
     try:
         recorded = RunRecord.read(run_dir) is not None and original_of(run_dir) is None
     except InputError as error:
-        return log.warning("the run is not marked as failed in MLflow: %s", error)
+        log.warning("the run is not marked as failed in MLflow: %s", error)
+        return
     if recorded:
         RLMLFlowLogger(run_dir, resume_from=run_dir).end_abandoned(reason, timeout, is_cause=is_cause)
